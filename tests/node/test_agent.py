@@ -220,7 +220,11 @@ def test_a_call_that_is_given_up_leaves_nothing(bench: Bench) -> None:
         assert await reservations(node) >= 1
         await node.stub.Abort(pb.AbortRequest(transfer_id=commit.transfer_id))
         await all_free(node)
-        assert node.agent.is_idle()
+
+        async def is_idle() -> bool:
+            return node.agent.is_idle()
+
+        await until(is_idle)  # the push, too, has heard that its call was given up
 
     bench.run(scenario())
 
