@@ -258,7 +258,7 @@ def test_ranks_that_are_told_to_end_before_they_listen_to_it_have_not_failed() -
     """What stops a service while it starts would call it failed."""
 
     async def scenario() -> int:
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(PATIENCE_S):
             running = asyncio.create_task(run_ranks(plans(), [["sleep", "600"]] * 2, 0.0, print))
             await asyncio.sleep(0.2)
             os.kill(os.getpid(), signal.SIGTERM)

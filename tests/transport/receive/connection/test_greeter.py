@@ -62,7 +62,7 @@ def test_a_crowd_of_strangers_costs_no_thread_and_keeps_nobody_out(kind: str, ca
     with (
         caplog.at_level(logging.WARNING, "transport.receive.connection.greeter"),
         TransferServer() as server,
-        TransferClient(options=ClientOptions(connections=2)) as client,
+        TransferClient(options=ClientOptions(connections=2, peer_timeout_s=PATIENCE_S)) as client,
     ):
         threads, began = threading.active_count(), time.monotonic()
         with crowd(server.address, words, size):
