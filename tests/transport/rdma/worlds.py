@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from tests.transport.helpers import PATIENCE_S, SECRET, Memory
+from tests.transport.helpers import PATIENCE_S, PEER_TIMEOUT_S, SECRET, Memory
 from transport.path.shm import ArenaSource
 from transport.rdma.device import RdmaDevices
 from transport.rdma.loopback import LoopbackDevice, LoopbackFabric
@@ -77,8 +77,12 @@ class RdmaWorld:
         self.server = TransferServer(options=options_with(options, self.far))
         self.client = TransferClient(
             options=ClientOptions(
-                rdma=self.near, integrity=options.integrity, identity=options.identity, window_bytes=window_bytes
-            )
+                rdma=self.near,
+                integrity=options.integrity,
+                identity=options.identity,
+                window_bytes=window_bytes,
+                peer_timeout_s=PEER_TIMEOUT_S,
+            )  # fmt: skip
         )
 
     @property

@@ -125,7 +125,7 @@ def test_the_link_is_described_while_it_works() -> None:
         (state,) = seen
         assert state.connections == 2
         assert state.congestion_control
-        assert state.goodput_bytes_per_s < 6e6
+        assert state.goodput_bytes_per_s < 30e6  # of a moment, in which more may come than the budget has
         assert 0 < state.queued_bytes <= 24 * MB
         assert state.estimate_s(0) > 0.1
         client.set_egress_budget(None)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.transport.helpers import PATIENCE_S, SECRET, Memory, deliver, wait_for
+from tests.transport.helpers import PATIENCE_S, PEER_TIMEOUT_S, SECRET, Memory, deliver, wait_for
 from tests.transport.proxy import Forger, Proxy
 from transport.control.certificates import Authority
 from transport.errors import LocalProtocolError, RemoteProtocolError
@@ -39,7 +39,7 @@ def server_of(identity: Identity, **options: object) -> TransferServer:
 
 
 def client_of(identity: Identity, **options: object) -> TransferClient:
-    options = {"connections": 2, **options}
+    options = {"connections": 2, "peer_timeout_s": PEER_TIMEOUT_S, **options}
     return TransferClient(options=ClientOptions(integrity=Integrity.AEAD, identity=identity, **options))  # type: ignore[arg-type]
 
 
