@@ -82,7 +82,7 @@ class RdmaWorld:
                 identity=options.identity,
                 window_bytes=window_bytes,
                 peer_timeout_s=PEER_TIMEOUT_S,
-            )  # fmt: skip
+            )
         )
 
     @property
