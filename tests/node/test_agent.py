@@ -118,7 +118,7 @@ def test_a_watcher_that_leaves_is_forgotten(bench: Bench) -> None:
 def test_reserve_and_abort(bench: Bench) -> None:
     async def scenario() -> None:
         node = bench.node
-        ticket = await node.stub.Reserve(reserve_request(2, ttl_s=5.0))
+        ticket = await node.stub.Reserve(reserve_request(2, ttl_s=60.0))
         assert (ticket.num_tokens, ticket.have_tokens, len(ticket.secret)) == (NUM_TOKENS, 0, 32)
         assert [endpoint.kind for endpoint in ticket.endpoints] == ["shm", "tcp"]
         description = await node.describe()

@@ -14,7 +14,6 @@ from node.control.frames import FREE_BYTES, OF_ONE_BYTES, TOTAL_BYTES, Frame, Fr
 from tests.gateway.worlds import on_both_loops, on_loop, until
 from tests.node.control.test_call_server import Room, calling, reserve
 from transport.control.messages import frame
-from transport.control.proto import node_pb2 as pb
 from transport.wire.memory import LentMemory
 
 MB = 1 << 20
@@ -172,7 +171,7 @@ async def test_a_caller_that_never_reads_its_answers_is_ended() -> None:
         _, writer = await asyncio.open_connection(sock=_narrow(port), limit=1)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(b"prfaas caller 1\n")
-        answered = frame(pb.Call(id=1).SerializeToString()) * 2_000  # each by a refusal, which is longer
+        answered = frame(reserve(1, "x" * 50_000).SerializeToString()) * 16  # each by a ticket of that length
         try:
             with suppress(ConnectionError):
                 while not server.ended["unread"]:

@@ -78,7 +78,8 @@ def test_ranges_leave_as_they_become_ready() -> None:
 def test_many_transfers_share_the_rails(direct: bool) -> None:
     with rdma_world(direct=direct) as world:
         deliveries = [world.deliver(SIZES, transfer_id=f"t{i}") for i in range(12)]
-        assert all(delivery.wait().ok for delivery in deliveries)
+        results = [delivery.wait() for delivery in deliveries]
+        assert all(result.ok for result in results), results
         assert all(delivery.equal for delivery in deliveries)
         assert no_fallback(world)
 
