@@ -67,7 +67,7 @@ def test_one_that_is_closed_takes_no_caller_after_a_pause_either(listener: FullA
         accepting = AcceptLoop(listener, lambda _, address: taken.append(address), "a test", pause_s=3600.0)
         with socket.create_connection(listener.getsockname()):
             async with asyncio.timeout(WITHIN_S):
-                while not listener.tries:  # noqa: ASYNC110 it tells nobody
+                while not listener.tries:  # noqa: ASYNC110 no event tells
                     await asyncio.sleep(0.001)
             accepting.close()
             loop.skipped_s = 7200.0
