@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -114,12 +114,12 @@ def _is_of(process: Path, leader: int) -> bool:
         return False
 
 
-def command_of(process: Path) -> bytes:
+def command_of(process: Path, now: Callable[[], float] = time.monotonic) -> bytes:
     """Its command line. It is empty for an instant while a process becomes another program, and for ever once it has ended
     (proc(5)). Raises OSError if it is gone.
     """
-    deadline = time.monotonic() + EXEC_S
-    while not (command := (process / "cmdline").read_bytes()) and time.monotonic() < deadline:
+    deadline = now() + EXEC_S
+    while not (command := (process / "cmdline").read_bytes()) and now() < deadline:
         if b"\nVmSize:" not in (process / "status").read_bytes():
             break
         time.sleep(0.0005)

@@ -45,7 +45,7 @@ def config(tmp_path: Path, **changes: Any) -> NodeConfig:
         "cache_bytes": 16 << 20,
         "chunk_tokens": 64,
         "block_size": BLOCK,
-        "lease_s": 20.0,
+        "lease_s": 600.0,
         "engine_start_timeout_s": START_S,
     }
     return NodeConfig(**(values | changes))

@@ -118,7 +118,7 @@ def test_a_watcher_that_leaves_is_forgotten(bench: Bench) -> None:
 def test_reserve_and_abort(bench: Bench) -> None:
     async def scenario() -> None:
         node = bench.node
-        ticket = await node.stub.Reserve(reserve_request(2, ttl_s=5.0))
+        ticket = await node.stub.Reserve(reserve_request(2, ttl_s=60.0))
         assert (ticket.num_tokens, ticket.have_tokens, len(ticket.secret)) == (NUM_TOKENS, 0, 32)
         assert [endpoint.kind for endpoint in ticket.endpoints] == ["shm", "tcp"]
         description = await node.describe()
@@ -220,7 +220,11 @@ def test_a_call_that_is_given_up_leaves_nothing(bench: Bench) -> None:
         assert await reservations(node) >= 1
         await node.stub.Abort(pb.AbortRequest(transfer_id=commit.transfer_id))
         await all_free(node)
-        assert node.agent.is_idle()
+
+        async def is_idle() -> bool:
+            return node.agent.is_idle()
+
+        await until(is_idle)  # the push, too, has heard that its call was given up
 
     bench.run(scenario())
 

@@ -22,6 +22,7 @@ from node.errors import NodeConfigError
 from node.main import check_model, doubts_about_identity, say
 from pd_cluster.__main__ import main
 from tests.node.running import config
+from tests.transport.path.ports import free_port
 from transport.control.certificates import Authority
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
@@ -63,12 +64,11 @@ def node(tmp_path: Path, drain_s: float = 5.0) -> Iterator[subprocess.Popen[str]
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports without a listener right now."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+    """Ports without a listener right now, which no connection is given meanwhile."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return [*ports]
 
 
 def said(process: subprocess.Popen[str], prefix: str) -> str:

@@ -33,6 +33,7 @@ from transport.rdma.device import RdmaDevices
 
 ContentOf = Callable[[int, int, Sequence[int]], bytes]
 BLOCK = 8
+LEASE_S = 600.0  # at most; a test whose lease is to end asks for less
 LAYOUT = ModelLayout(
     model="test",
     dtype="u8",
@@ -97,7 +98,7 @@ class HandNode:
         self.legs = PrefillLegs(PrefillSender(self.pages, self.egress, self.coding), clock, lambda: None)
         self.loans = EngineLoans(self.pages, self.legs, room_timeout_s, clock)
         self.holders = ReservationHolders(clock, grace_s=0.0)
-        self.incoming = IncomingTransfers(self.pages, self.listener, self.coding, 0.5, clock, self.holders)
+        self.incoming = IncomingTransfers(self.pages, self.listener, self.coding, LEASE_S, clock, self.holders)
         self.landings = DecodeLandings(DecodePages(self.incoming))
         self.inbox: asyncio.Queue[m.AgentMessage] = asyncio.Queue()
 

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.transport.helpers import PATIENCE_S
+
 
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
     threads, fds = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
     yield
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and (_new_threads(threads) or _new_fds(fds)):
         time.sleep(0.01)
     assert not _new_threads(threads)

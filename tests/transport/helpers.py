@@ -13,6 +13,7 @@ from transport.send.client import ClientOptions, Push, PushResult, TransferClien
 from transport.send.spec import TransferSpec
 
 SECRET = b"one-time secret!"
+PEER_TIMEOUT_S = 30.0  # of clients whose peers are there
 PATIENCE_S = 60.0  # what must happen may take this long on a machine that is busy with other things
 
 
@@ -24,6 +25,7 @@ def wait_for(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> 
 
 
 def client_of(connections: int = 4, **options: object) -> TransferClient:
+    options = {"peer_timeout_s": PEER_TIMEOUT_S, **options}
     return TransferClient(options=ClientOptions(connections=connections, **options))  # type: ignore[arg-type]
 
 

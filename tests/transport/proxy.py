@@ -5,16 +5,22 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from math import inf
 
 from transport.path.tcp import format_address, parse_address
 
 
 class Proxy:
-    """Relays to `upstream`; `bytes_per_s` limits each connection's forward direction."""
+    """Relays to `upstream`; `bytes_per_s` limits each connection's forward direction.
 
-    def __init__(self, upstream: str, bytes_per_s: float | None = None) -> None:
+    About `passes` bytes go forward in all, and the rest stays on its way until a test raises that. So a test that waits for
+    the middle of a transfer finds it there, however late it looks.
+    """
+
+    def __init__(self, upstream: str, bytes_per_s: float | None = None, *, passes: float = inf) -> None:
         self.upstream = upstream
         self.bytes_per_s = bytes_per_s
+        self.passes = passes
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = format_address(*self._listener.getsockname()[:2])
         self.pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -100,6 +106,9 @@ class Proxy:
                 thread.start()
                 self._threads.append(thread)
 
+    def _stands_still(self) -> bool:
+        return self._is_held or self.total >= self.passes
+
     def _forwarded(self, data: memoryview) -> memoryview:
         """What becomes of bytes on their way."""
         return data
@@ -108,7 +117,7 @@ class Proxy:
         buffer = memoryview(bytearray(1 << 16))
         try:
             while size := source.recv_into(buffer):
-                while (index in self.stalled or (forward and self._is_held)) and not self._closing:
+                while (index in self.stalled or (forward and self._stands_still())) and not self._closing:
                     time.sleep(0.01)
                 sink.sendall(self._forwarded(buffer[:size]) if forward else buffer[:size])
                 if forward:

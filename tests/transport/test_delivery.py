@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Callable
+from math import inf
 
 import pytest
 
@@ -79,10 +80,11 @@ def test_transfers_share_their_connections() -> None:
 
 def test_a_cut_connection_costs_its_chunks_only() -> None:
     sizes = [MB] * 48
-    with TransferServer() as server, Proxy(server.address, bytes_per_s=60e6) as proxy, client_of() as client:
+    with TransferServer() as server, Proxy(server.address, 60e6, passes=12 * MB) as proxy, client_of() as client:
         delivery = deliver(server, client, sizes, address=proxy.address)
         proxy.wait_for(12 * MB)
         proxy.cut(0)
+        proxy.passes = inf
         pushed, landed = delivery.wait()
         assert pushed is not None
         assert landed is not None
@@ -94,12 +96,13 @@ def test_a_cut_connection_costs_its_chunks_only() -> None:
 
 def test_all_connections_cut_and_the_rest_is_resumed() -> None:
     sizes = [MB] * 32
-    with TransferServer() as server, Proxy(server.address, bytes_per_s=50e6) as proxy, client_of(2) as client:
+    with TransferServer() as server, Proxy(server.address, 50e6, passes=8 * MB) as proxy, client_of(2) as client:
         delivery = deliver(server, client, sizes, address=proxy.address)
-        for size in (8 * MB, 20 * MB):
+        for size, then in ((8 * MB, 20 * MB), (20 * MB, inf)):
             proxy.wait_for(size)
             for index in range(len(proxy.pairs)):
                 proxy.cut(index)
+            proxy.passes = then
         pushed, _ = delivery.wait()
         assert pushed is not None
         assert pushed.ok
@@ -109,7 +112,7 @@ def test_all_connections_cut_and_the_rest_is_resumed() -> None:
 
 def test_another_sender_finishes_what_the_first_left() -> None:
     sizes = [MB] * 24
-    with TransferServer() as server, Proxy(server.address, bytes_per_s=10e6) as proxy:
+    with TransferServer() as server, Proxy(server.address, 10e6, passes=8 * MB) as proxy:
         with client_of(2) as first:
             delivery = deliver(server, first, sizes, address=proxy.address)
             proxy.wait_for(8 * MB)
@@ -132,7 +135,7 @@ def test_cancel_gives_the_memory_back_at_once_though_the_link_is_stuck() -> None
     patient = TcpOptions(dead_after_s=2 * PATIENCE_S)  # it is no loss of the connection that ends the waiting
     with (
         TransferServer(options=ServerOptions(tcp=patient)) as server,
-        Proxy(server.address, bytes_per_s=5e6) as proxy,
+        Proxy(server.address, 5e6, passes=2 * MB) as proxy,
         client_of(2, tcp=patient, peer_timeout_s=2 * PATIENCE_S) as client,
     ):
         delivery = deliver(server, client, [4 * MB] * 4, address=proxy.address)
@@ -142,6 +145,7 @@ def test_cancel_gives_the_memory_back_at_once_though_the_link_is_stuck() -> None
         assert delivery.landed.wait(PATIENCE_S)
         assert delivery.results[0].reason == "cancelled"
         proxy.stalled.clear()
+        proxy.passes = inf
         pushed = delivery.push.wait(PATIENCE_S)
         assert pushed is not None
         assert (pushed.reason, pushed.detail) == ("cancelled", "client went away")
@@ -191,7 +195,7 @@ def test_abort_gives_the_memory_back_at_once_though_the_link_is_stuck() -> None:
     patient = TcpOptions(dead_after_s=2 * PATIENCE_S)  # it is no loss of the connection that ends the waiting
     with (
         TransferServer(options=ServerOptions(tcp=patient)) as server,
-        Proxy(server.address, bytes_per_s=5e6) as proxy,
+        Proxy(server.address, 5e6, passes=2 * MB) as proxy,
         client_of(2, tcp=patient, peer_timeout_s=2 * PATIENCE_S) as client,
     ):
         delivery = deliver(server, client, [4 * MB] * 4, address=proxy.address)
@@ -202,6 +206,7 @@ def test_abort_gives_the_memory_back_at_once_though_the_link_is_stuck() -> None:
         assert pushed is not None
         assert pushed.reason == "aborted"
         proxy.stalled.clear()
+        proxy.passes = inf
 
 
 def test_what_was_promised_when_a_push_was_aborted_is_what_lands() -> None:
@@ -209,7 +214,7 @@ def test_what_was_promised_when_a_push_was_aborted_is_what_lands() -> None:
     sizes, options = [MB] * 8, {"integrity": Integrity.NONE}
     with (
         TransferServer(options=ServerOptions(integrity=Integrity.NONE)) as server,
-        Proxy(server.address, bytes_per_s=5e6) as proxy,
+        Proxy(server.address, 5e6, passes=MB) as proxy,
         client_of(2, **options) as first,
         client_of(2, **options) as second,
     ):
@@ -219,6 +224,7 @@ def test_what_was_promised_when_a_push_was_aborted_is_what_lands() -> None:
         delivery.push.abort("another sender takes over", keep_landing=True)
         assert delivery.push.wait(PATIENCE_S) is not None
         delivery.source.buffer[:] = bytes(len(delivery.source.buffer))  # its owner uses the memory for something else
+        proxy.passes = inf
         proxy.wait_for(2 * MB)  # the rest of what was promised
         push = second.open(TransferSpec(server.address, "t", SECRET, sizes), Memory(sizes, fill=True, seed=1))
         push.ready_all()
@@ -228,10 +234,11 @@ def test_what_was_promised_when_a_push_was_aborted_is_what_lands() -> None:
 
 
 def test_abort_ends_both_sides_and_the_connections_live_on() -> None:
-    with TransferServer() as server, Proxy(server.address, bytes_per_s=5e6) as proxy, client_of(2) as client:
+    with TransferServer() as server, Proxy(server.address, 5e6, passes=2 * MB) as proxy, client_of(2) as client:
         delivery = deliver(server, client, [4 * MB] * 4, address=proxy.address)
         proxy.wait_for(2 * MB)
         delivery.push.abort("no more")
+        proxy.passes = inf
         pushed, landed = delivery.wait(PATIENCE_S)
         assert pushed is not None
         assert landed is not None
@@ -290,7 +297,7 @@ def test_a_peer_that_falls_silent_is_noticed_by_both_ends() -> None:
     tcp = TcpOptions(dead_after_s=0.6)
     with (
         TransferServer(options=ServerOptions(tcp=tcp)) as server,
-        Proxy(server.address, bytes_per_s=5e6) as proxy,
+        Proxy(server.address, 5e6, passes=2 * MB) as proxy,
         client_of(2, tcp=tcp, peer_timeout_s=1.0) as client,
     ):
         delivery = deliver(server, client, [4 * MB] * 4, address=proxy.address, orphan_timeout_s=0.3)
@@ -306,7 +313,7 @@ def test_a_path_that_swallows_everything_costs_one_peer_timeout_and_is_used_agai
     patient = TcpOptions(dead_after_s=2 * PATIENCE_S)  # TCP would hope for longer
     with (
         TransferServer(options=ServerOptions(tcp=patient)) as server,
-        Proxy(server.address, bytes_per_s=5e6) as proxy,
+        Proxy(server.address, 5e6, passes=2 * MB) as proxy,
         client_of(2, tcp=patient, peer_timeout_s=1.0) as client,
     ):
         lost = deliver(server, client, [4 * MB] * 4, address=proxy.address, orphan_timeout_s=0.3)
@@ -317,6 +324,7 @@ def test_a_path_that_swallows_everything_costs_one_peer_timeout_and_is_used_agai
         assert pushed is not None
         assert (pushed.reason, "nothing acknowledged" in pushed.detail) == ("peer_lost", True)
         proxy.stalled.clear()
+        proxy.passes = inf
         again = deliver(server, client, MIXED, transfer_id="u", address=proxy.address)
         assert all(result is not None and result.ok for result in again.wait())
         assert again.equal
@@ -325,8 +333,8 @@ def test_a_path_that_swallows_everything_costs_one_peer_timeout_and_is_used_agai
 def test_deadlines_hold_at_both_ends() -> None:
     done = threading.Event()
     with TransferServer() as server, client_of() as client:
-        landing = server.expect("t", SECRET, [10], Memory([10]), on_done=lambda _: done.set(), deadline_s=0.2)
-        push = client.open(TransferSpec(server.address, "t", SECRET, [10], deadline_s=5.0), Memory([10]))
+        landing = server.expect("t", SECRET, [10], Memory([10]), on_done=lambda _: done.set(), deadline_s=1.5)
+        push = client.open(TransferSpec(server.address, "t", SECRET, [10], deadline_s=60.0), Memory([10]))
         assert done.wait(PATIENCE_S)
         assert landing.result().reason == "deadline"
         result = push.wait(PATIENCE_S)

@@ -6,9 +6,9 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 
 import numpy as np
 import pytest
@@ -64,9 +64,9 @@ def process(code: str, *args: str) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_killed_sender_is_replaced_and_only_the_rest_is_sent() -> None:
     target, done = Memory(SIZES, seed=2), threading.Event()
-    with TransferServer() as server:
+    with TransferServer() as server, Proxy(server.address, passes=14 * MB) as proxy:
         landing = server.expect("t", SECRET, SIZES, target, on_done=lambda _: done.set())
-        with process(SENDER, server.address) as sender:
+        with process(SENDER, proxy.address) as sender:
             wait_for(lambda: landing.bytes_landed > 6 * MB)
             os.kill(sender.pid, signal.SIGKILL)
         source = Memory(SIZES, fill=True, seed=1)
@@ -83,11 +83,11 @@ def test_a_killed_sender_is_replaced_and_only_the_rest_is_sent() -> None:
 
 def test_a_killed_sender_that_nobody_replaces_is_noticed() -> None:
     results: list[str] = []
-    with TransferServer() as server:
+    with TransferServer() as server, Proxy(server.address, passes=8 * MB) as proxy:
         landing = server.expect(
             "t", SECRET, SIZES, Memory(SIZES), on_done=lambda r: results.append(r.reason), orphan_timeout_s=0.2
         )
-        with process(SENDER, server.address) as sender:
+        with process(SENDER, proxy.address) as sender:
             wait_for(lambda: landing.bytes_landed > 2 * MB)
             os.kill(sender.pid, signal.SIGKILL)
             wait_for(lambda: results)
@@ -98,7 +98,7 @@ def test_a_killed_receiver_is_noticed_and_a_new_one_at_the_same_address_served()
     with process(RECEIVER, "0") as receiver:
         assert receiver.stdout is not None
         address = receiver.stdout.readline().strip()
-        options = ClientOptions(connections=3, egress_bytes_per_s=20e6, peer_timeout_s=1.0)
+        options = ClientOptions(connections=3, egress_bytes_per_s=5e6, peer_timeout_s=3.0)
         with TransferClient(options=options) as client:
             push = client.open(TransferSpec(address, "t", SECRET, SIZES), Memory(SIZES, fill=True))
             push.ready_all()
@@ -120,7 +120,7 @@ def test_a_killed_receiver_is_noticed_and_a_new_one_at_the_same_address_served()
 
 def test_a_stopped_receiver_is_not_waited_for_for_ever() -> None:
     tcp = TcpOptions(dead_after_s=0.8)
-    options = ClientOptions(connections=2, egress_bytes_per_s=20e6, peer_timeout_s=0.5, tcp=tcp)
+    options = ClientOptions(connections=2, egress_bytes_per_s=5e6, peer_timeout_s=2.0, tcp=tcp)
     with process(RECEIVER, "0") as receiver, TransferClient(options=options) as client:
         assert receiver.stdout is not None
         push = client.open(
@@ -141,13 +141,12 @@ def test_one_connection_at_a_hundredth_of_the_speed_holds_nobody_up() -> None:
         TransferClient(options=ClientOptions(connections=4, chunk_bytes=MB)) as client,
     ):
         proxy.slow[0] = 0.8e6
-        started = time.monotonic()
         delivery = deliver(server, client, [MB] * 32, address=proxy.address)
         pushed, _ = delivery.wait()
         assert pushed is not None
         assert pushed.ok
-        # Striped over four connections, the slow one would need 10 s for its quarter.
-        assert time.monotonic() - started < 9
+        # Striped over four connections, a quarter would have to pass through the slow one.
+        assert proxy.forwarded[0] < 7 * MB
         assert delivery.equal
 
 
@@ -156,13 +155,14 @@ def test_half_open_connections_are_given_up_and_the_rest_goes_over_new_ones() ->
     tcp = TcpOptions(dead_after_s=2.0)
     with (
         TransferServer(options=ServerOptions(tcp=tcp)) as server,
-        Proxy(server.address, bytes_per_s=30e6) as proxy,
+        Proxy(server.address, 30e6, passes=6 * MB) as proxy,
         TransferClient(options=ClientOptions(connections=3, peer_timeout_s=60.0, tcp=tcp)) as client,
     ):
         delivery = deliver(server, client, SIZES, address=proxy.address)
         proxy.wait_for(6 * MB)
         silent = set(range(len(proxy.pairs)))
         proxy.stalled |= silent
+        proxy.passes = inf
         assert all(result is not None and result.ok for result in delivery.wait())
         assert delivery.equal
         assert len(proxy.pairs) > len(silent)
@@ -218,7 +218,7 @@ def test_a_sender_that_stood_still_goes_on() -> None:
     options = ServerOptions(tcp=TcpOptions(dead_after_s=3.0))
     with TransferServer(options=options) as server:
         landing = server.expect("t", SECRET, SIZES, target, on_done=lambda _: done.set())
-        with process(SENDER, server.address) as sender:
+        with process(SENDER.replace("egress_bytes_per_s=20e6", "egress_bytes_per_s=8e6"), server.address) as sender:
             wait_for(lambda: landing.bytes_landed > 4 * MB, 60)
             os.kill(sender.pid, signal.SIGSTOP)
             wait_for(lambda: server.num_connections == 0, 60)

@@ -9,10 +9,11 @@ from transport.threads import in_daemon_thread
 
 
 def test_a_call_that_hangs_does_not_keep_a_process_from_ending() -> None:
-    hangs, threads = threading.Event(), []
+    hangs, has_begun, threads = threading.Event(), threading.Event(), []
 
     def hang() -> None:
         threads.append(threading.current_thread())
+        has_begun.set()
         hangs.wait(60.0)
 
     def fail() -> int:
@@ -27,6 +28,7 @@ def test_a_call_that_hangs_does_not_keep_a_process_from_ending() -> None:
                 await in_daemon_thread("hang", hang)
 
     asyncio.run(scenario())  # it waits for threads of executors
+    assert has_begun.wait(60.0)
     assert [(thread.name, thread.daemon, thread.is_alive()) for thread in threads] == [("hang", True, True)]
     hangs.set()
     threads[0].join(60.0)

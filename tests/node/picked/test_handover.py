@@ -159,7 +159,11 @@ def test_a_leg_that_fails_is_computed_here(
             assert tokens_of(fallen) == tokens_of(plain)
             await nodes.decode.counted(fell_back=1)
             assert nodes.decode.node.agent.picked.fallbacks == {reason: 1}
-            assert peer.left == (leg is None)
+
+            async def has_left() -> bool:
+                return peer.left == (leg is None)
+
+            await until(has_left)
 
     nodes.run(scenario())
 

@@ -19,7 +19,7 @@ from node.process.rank_group import (
 )
 from prfaas.system.rank_lines import RankLines, RankTalk
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def test_an_engine_that_has_ended_has_those_of_the_others_start_anew() -> None:

@@ -156,13 +156,14 @@ def test_strangers_and_callers_without_the_right_are_refused_and_counted(
 
     @on_both_loops
     async def scenario() -> None:
-        front = TlsFront(node, complaint, handshake_s=0.5)
-        async with engine_running() as engine, fronted(front) as port:
+        front, hasty = TlsFront(node, complaint, handshake_s=60.0), TlsFront(node, complaint, handshake_s=0.05)
+        async with engine_running() as engine, fronted(front) as port, fronted(hasty) as impatient:
             front.open(engine.url)
+            hasty.open(engine.url)
             for each in (replace(stranger, authority=node.authority), node):
                 assert await is_refused(port, each)
             assert await is_hung_up_on(port, b"GET /v1/models HTTP/1.1\r\n\r\n")
-            assert await is_hung_up_on(port, b"")
+            assert await is_hung_up_on(impatient, b"")
             nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             nobody.load_verify_locations(node.authority)
             reader, writer = await asyncio.open_connection(HOST, port, ssl=nobody, server_hostname="node")
@@ -170,7 +171,8 @@ def test_strangers_and_callers_without_the_right_are_refused_and_counted(
                 assert not await reader.read()
             writer.close()
             await until(lambda: len(front) == 0)
-            assert front.ended == {"handshake": 4, "no_right": 1}
+            assert front.ended == {"handshake": 3, "no_right": 1}
+            assert hasty.ended == {"handshake": 1}
             assert engine.read == 0
             assert await echo(port, gateway) == b"x"
 

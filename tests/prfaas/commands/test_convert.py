@@ -88,7 +88,7 @@ def test_a_node_that_nobody_knows_is_named_beside_those_that_are_known(site: Sit
 def test_what_does_not_end_is_told(site: Site) -> None:
     (node, _) = site.nodes
     ticket = site.run(_reserve(node))
-    assert not site.convert("d0", Role.PREFILL, drain_timeout_s=1.5)
+    assert not site.convert("d0", Role.PREFILL, drain_timeout_s=3.0)
     assert any("d0: drains since" in line for line in site.said)
     assert "d0: drain_timeout: requests still ran after" in site.said[-1]
     assert site.said[-1].endswith("; it is a decode node as before")

@@ -13,7 +13,7 @@ from tests.prfaas.system.test_membership import GATEWAY, Site, node, site, until
 
 pytestmark = pytest.mark.e2e
 
-SERVES_S = 10.0  # after its Pod has an address; less than 2 s on an idle machine
+SERVES_S = 25.0  # after its Pod has an address; less than 2 s on an idle machine
 
 
 def in_kubernetes(api: DoubledApi) -> str:

@@ -30,7 +30,15 @@ def test_a_start_that_fails_is_told_with_its_own_last_words_only(tmp_path: Path)
     assert (log.read_text(), earlier(log, 1).read_text()) == ("address in use\n", "no such model\n")
 
 
-LATE = "import time; print('noise', flush=True); time.sleep(1.0); print('READY port=7', flush=True); time.sleep(60)"
+LATE = """
+import sys, time
+from pathlib import Path
+print("noise", flush=True)
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+print("READY port=7", flush=True)
+time.sleep(60)
+"""
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 CRASHES = "import resource, os; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); os.abort()"
 
@@ -38,11 +46,15 @@ CRASHES = "import resource, os; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 def test_a_start_that_is_late_is_told_and_waited_for(tmp_path: Path) -> None:
     told: list[str] = []
 
+    def tell(line: str) -> None:
+        told.append(line)
+        (tmp_path / "told").touch()
+
     async def scenario() -> None:
-        process = Process("far", ["-c", LATE], tmp_path / "far.log")
+        process = Process("far", ["-c", LATE, str(tmp_path / "told")], tmp_path / "far.log")
         await process.start()
         try:
-            assert await process.line("READY", 0.2, told.append, late_times=300) == {"port": "7"}
+            assert await process.line("READY", 0.2, tell, late_times=300) == {"port": "7"}
         finally:
             await process.stop(0.0)
 
@@ -101,7 +113,10 @@ def test_the_end_of_a_process_does_not_wait_for_others_that_have_its_output(tmp_
         await process.start()
         other = int((await process.line("READY", START_S, print))["other"])
         try:
+            process.tell_to_end()
             async with asyncio.timeout(START_S):
+                while process.returncode is None:  # noqa: ASYNC110 its end; its output has none
+                    await asyncio.sleep(0.01)
                 assert await process.stop(0.1, killed_s=0.1) == -signal.SIGTERM
         finally:
             os.kill(other, signal.SIGKILL)

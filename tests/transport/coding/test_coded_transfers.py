@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.transport.helpers import SECRET, Memory
+from tests.transport.helpers import PATIENCE_S, SECRET, Memory
 from tests.transport.proxy import Forger
 from transport.coding.choice import (
     CodingPolicy,
@@ -80,7 +80,7 @@ class Delivery:
         )
         push = client.open(TransferSpec(address or server.address, "t", SECRET, SIZES, formats=formats), self.source)
         push.ready_all()
-        pushed = push.wait(30)
+        pushed = push.wait(PATIENCE_S)
         assert landed.wait(10)
         assert pushed is not None
         self.pushed: PushResult = pushed
@@ -224,12 +224,12 @@ def test_auto_codes_on_a_narrow_link_with_an_idle_machine() -> None:
         server.expect("t", SECRET, SIZES, Memory(SIZES, page=24 * 1024))
         push = client.open(TransferSpec(server.address, "t", SECRET, SIZES, formats=formats(AUTO, AUTO)), kv_memory())
         push.ready_all()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while "zstd" not in push.stats.bytes_by_codec:
             assert time.monotonic() < deadline
             assert push.wait(0.02) is None
         client.set_egress_budget(None)
-        result = push.wait(20)
+        result = push.wait(PATIENCE_S)
         assert result is not None
         assert result.ok
 
@@ -261,7 +261,7 @@ def test_formats_that_fail_end_their_push_alone(client: TransferClient) -> None:
         server.expect("broken", SECRET, SIZES, Memory(SIZES, page=24 * 1024))
         push = client.open(TransferSpec(server.address, "broken", SECRET, SIZES, formats=broken), kv_memory())
         push.ready_all()
-        result = push.wait(20)
+        result = push.wait(PATIENCE_S)
         assert result is not None
         assert (result.reason, result.detail) == ("aborted", "source: 0")
         assert Delivery(server, client, formats(ZSTD)).all_equal

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from tests.transport.helpers import SECRET, Memory
+from tests.transport.helpers import PATIENCE_S, PEER_TIMEOUT_S, SECRET, Memory
 from transport.path.shm import ArenaSource
 from transport.rdma.device import RdmaDevices
 from transport.rdma.loopback import LoopbackDevice, LoopbackFabric
@@ -44,12 +44,12 @@ class RdmaDelivery:
     landed: threading.Event = field(default_factory=threading.Event)
     results: list[LandingResult] = field(default_factory=list)
 
-    def wait(self, timeout_s: float = 30.0) -> PushResult:
+    def wait(self, timeout_s: float = PATIENCE_S) -> PushResult:
         result = self.push.wait(timeout_s)
         assert result is not None, self.push.stats
         return result
 
-    def landing_result(self, timeout_s: float = 30.0) -> LandingResult:
+    def landing_result(self, timeout_s: float = PATIENCE_S) -> LandingResult:
         assert self.landed.wait(timeout_s)
         return self.results[0]
 
@@ -77,7 +77,11 @@ class RdmaWorld:
         self.server = TransferServer(options=options_with(options, self.far))
         self.client = TransferClient(
             options=ClientOptions(
-                rdma=self.near, integrity=options.integrity, identity=options.identity, window_bytes=window_bytes
+                rdma=self.near,
+                integrity=options.integrity,
+                identity=options.identity,
+                window_bytes=window_bytes,
+                peer_timeout_s=PEER_TIMEOUT_S,
             )
         )
 

@@ -69,12 +69,12 @@ def test_a_peer_that_breaks_with_every_first_chunk_is_given_up() -> None:
 
 
 def test_connections_lost_while_nothing_is_ready_do_not_count_against_the_peer() -> None:
-    with TransferServer() as server, Proxy(server.address) as proxy, client_of(1, peer_timeout_s=0.5) as client:
+    with TransferServer() as server, Proxy(server.address) as proxy, client_of(1, peer_timeout_s=1.5) as client:
         delivery = deliver(server, client, MIXED, ready=False, address=proxy.address)
         for index in range(2):
             wait_for(lambda index=index: len(proxy.pairs) > index and client.link(proxy.address).connections)
             up_at = time.monotonic()
-            wait_for(lambda up_at=up_at: time.monotonic() > up_at + 0.6)
+            wait_for(lambda up_at=up_at: time.monotonic() > up_at + 1.6)
             # Longer than the timeout: that was a connection, not an attempt.
             proxy.cut(index)
         delivery.push.ready_all()
@@ -113,7 +113,7 @@ def test_peers_of_one_link_share_its_budget() -> None:
 
 
 def test_the_link_is_described_while_it_works() -> None:
-    with TransferServer() as server, client_of(2, egress_bytes_per_s=30e6) as client:
+    with TransferServer() as server, client_of(2, egress_bytes_per_s=3e6) as client:
         delivery = deliver(server, client, [MB] * 24)
         seen: list[LinkState] = []
 
@@ -125,22 +125,24 @@ def test_the_link_is_described_while_it_works() -> None:
         (state,) = seen
         assert state.connections == 2
         assert state.congestion_control
-        assert state.goodput_bytes_per_s < 60e6
+        assert state.goodput_bytes_per_s < 30e6  # of a moment, in which more may come than the budget has
         assert 0 < state.queued_bytes <= 24 * MB
         assert state.estimate_s(0) > 0.1
+        client.set_egress_budget(None)
         delivery.wait()
         assert [link.peer for link in client.links()] == [server.address]
 
 
 def test_urgent_overtakes_bulk() -> None:
     order: list[str] = []
-    with TransferServer() as server, client_of(2, egress_bytes_per_s=20e6) as client:
+    with TransferServer() as server, client_of(2, egress_bytes_per_s=1e6) as client:
         for name, urgency, count in (("bulk", Urgency.BULK, 20), ("urgent", Urgency.URGENT, 2)):
             sizes = [MB] * count
             server.expect(name, SECRET, sizes, Memory(sizes))
             spec = TransferSpec(server.address, name, SECRET, sizes, urgency=urgency)
             push = client.open(spec, Memory(sizes), on_done=lambda result: order.append(result.transfer_id))
             push.ready_all()
+        client.set_egress_budget(20e6)
         push.wait(PATIENCE_S)
         wait_for(lambda: len(order) == 2)
     assert order == ["urgent", "bulk"]

@@ -5,6 +5,7 @@ import logging
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.transport.raw_sender import MAX_CHUNK_BYTES, RawSender
 from transport.control.certificates import Authority
 from transport.path.tcp import TcpOptions, listen, parse_address
 from transport.receive.connection import greeter
+from transport.receive.few_lines import EVERY_S
 from transport.receive.options import Limits, ServerOptions
 from transport.receive.server import TransferServer
 from transport.send.client import ClientOptions, TransferClient
@@ -43,6 +45,11 @@ def crowd(address: str, words: bytes, size: int) -> Iterator[list[socket.socket]
         yield sockets
 
 
+def windows_since(began: float) -> int:
+    """Times in which a log has so many lines; a busy machine takes several of them for a crowd."""
+    return 1 + int((time.monotonic() - began) / EVERY_S)
+
+
 def delivers(server: TransferServer, client: TransferClient, name: str) -> bool:
     delivery = deliver(server, client, [300_000, 20_000], transfer_id=name)
     pushed, _ = delivery.wait()
@@ -55,9 +62,9 @@ def test_a_crowd_of_strangers_costs_no_thread_and_keeps_nobody_out(kind: str, ca
     with (
         caplog.at_level(logging.WARNING, "transport.receive.connection.greeter"),
         TransferServer() as server,
-        TransferClient(options=ClientOptions(connections=2)) as client,
+        TransferClient(options=ClientOptions(connections=2, peer_timeout_s=PATIENCE_S)) as client,
     ):
-        threads = threading.active_count()
+        threads, began = threading.active_count(), time.monotonic()
         with crowd(server.address, words, size):
             assert threading.active_count() == threads
             assert delivers(server, client, "honest")
@@ -67,26 +74,26 @@ def test_a_crowd_of_strangers_costs_no_thread_and_keeps_nobody_out(kind: str, ca
         wait_for(lambda: server.num_connections <= 2)
         assert delivers(server, client, "afterwards")
         assert not server.counters["internal_errors"]
-    assert len(caplog.records) < 20, "one line for many"
+    assert len(caplog.records) < 20 * windows_since(began), "one line for many"
 
 
 def test_a_crowd_that_wants_tls_where_there_is_none_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
-    size = STRANGERS // 4
+    size, began = STRANGERS // 4, time.monotonic()
     with TransferServer() as server, crowd(server.address, WORDS["half a TLS record"], size):
         wait_for(lambda: server.counters["refused:identity"] == size)
         wait_for(lambda: not server.num_connections)
-    assert len(caplog.records) < 40, "a few lines every ten seconds"
+    assert len(caplog.records) < 40 * windows_since(began), "a few lines every ten seconds"
 
 
 def test_a_crowd_that_speaks_something_else_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
-    size = 100
+    size, began = 100, time.monotonic()
     with (
         caplog.at_level(logging.INFO, "transport.receive"),
         TransferServer() as server,
         crowd(server.address, b"GET / HTTP/1.1\r\nHost: nobody\r\n\r\n", size),
     ):
         wait_for(lambda: server.counters["lost_connections"] == size)
-    assert len(caplog.records) < 40, "a few lines every ten seconds"
+    assert len(caplog.records) < 40 * windows_since(began), "a few lines every ten seconds"
 
 
 def test_of_many_addresses_the_oldest_stranger_makes_room() -> None:
@@ -150,7 +157,7 @@ def test_who_waits_makes_room_when_descriptors_or_memory_are_short(number: int) 
 
 
 def test_who_says_nothing_is_turned_away_in_time() -> None:
-    options = ServerOptions(tcp=TcpOptions(dead_after_s=0.2, connect_timeout_s=0.2))
+    options = ServerOptions(tcp=TcpOptions(dead_after_s=1.0, connect_timeout_s=1.0))
     with TransferServer(options=options) as server, ExitStack() as stack:
         for words in WORDS.values():
             stack.enter_context(crowd(server.address, words, 3))

@@ -200,7 +200,7 @@ def test_one_connection_too_many_is_told() -> None:
         sender.hear(Accept)
         with pytest.raises(ConnectionRefused, match="too_many_connections"):
             RawSender.to(server.address)
-        with TransferClient(options=ClientOptions(connections=1, peer_timeout_s=0.5)) as client:
+        with TransferClient(options=ClientOptions(connections=1, peer_timeout_s=2.0)) as client:
             pushed = deliver(server, client, [10]).push.wait(PATIENCE_S)
             assert pushed is not None
             assert (pushed.reason, pushed.detail) == ("peer_lost", "too_many_connections")
