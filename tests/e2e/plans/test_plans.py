@@ -33,7 +33,7 @@ async def changes_under_traffic(at: Stage) -> None:
     """A shift of the load → a proposal with its reason → applied → rolled back; nothing is lost on the way."""
     await at.until_polled()
     names = await at.ask_all(24, LONG)
-    records = await at.records()
+    records = await at.records(names)
     assert {records[name]["route"] for name in names} == {"local"}
     assert {records[name]["plan"] for name in names} == {0}
     status = await at.until_status(lambda status: status.proposal is not None)
@@ -48,7 +48,7 @@ async def changes_under_traffic(at: Stage) -> None:
     assert followed.follows is not None
     assert followed.threshold_tokens == followed.follows.setting.threshold_tokens
     names = await at.ask_all(24, LONG)
-    records = await at.records()
+    records = await at.records(names)
     assert "remote" in {records[name]["route"] for name in names}
     assert {records[name]["plan"] for name in names} == {followed.follows.version}
 
@@ -74,7 +74,7 @@ async def deaths(at: Stage) -> None:
     await at.until(lambda: _ready(at))
     await at.until_followed(plan.version, plan.term)
     names = await at.ask_all(4, SHORT)
-    records = await at.records()
+    records = await at.records(names)
     assert {records[name]["plan"] for name in names} == {plan.version}
 
 
@@ -102,7 +102,7 @@ async def back(at: Stage) -> None:
         await at.until_followed(plan.version)
     assert (await at.load()).threshold_tokens == 5000
     names = await at.ask_all(4, LONG)
-    assert {(await at.records())[name]["route"] for name in names} == {"local"}
+    assert {(await at.records(names))[name]["route"] for name in names} == {"local"}
 
 
 async def moves(at: Stage) -> LivePlan:
@@ -137,7 +137,7 @@ async def held_up(at: Stage, node: str) -> AsyncIterator[None]:
 async def decoded_by(at: Stage) -> set[str]:
     """The nodes that some answers are given by, asked for now."""
     names = await at.ask_all(24, SHORT)
-    records = await at.records()
+    records = await at.records(names)
     return {records[name]["decode_node"] for name in names}
 
 
