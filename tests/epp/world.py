@@ -13,7 +13,6 @@ import contextlib
 import io
 import json
 import os
-import random
 import shlex
 import socket
 import sys
@@ -38,7 +37,8 @@ OWN_COMMAND: Final = (
     " --grpc-health-port {health} --metrics-port {metrics} --pool-name test"
 )
 COMMAND: Final = os.environ.get("EPP_COMMAND", OWN_COMMAND)
-START_S: Final = 60.0  # that a process may take, beside suites that take all cores
+START_S: Final = 120.0  # that a process may take, beside suites that take all cores
+ACT_S: Final = 400.0  # what a test does must end, even there
 ROLE_LABEL: Final = "llm-d.ai/role"
 
 
@@ -195,9 +195,8 @@ async def _asking_envoy(world: PickerWorld) -> AsyncIterator[None]:
     )
     (folder / "envoy.yaml").write_text(told)
     with _log(folder / "envoy.log") as log:
-        base = str(random.Random().randrange(1, 1 << 20))
         world.envoy = await asyncio.create_subprocess_exec(
-            ENVOY, "-c", folder / "envoy.yaml", "--base-id", base, "--concurrency", "1", "-l", "warning",
+            ENVOY, "-c", folder / "envoy.yaml", "--disable-hot-restart", "--concurrency", "1", "-l", "warning",
             stdout=log, stderr=log,
         )  # fmt: skip
     try:
