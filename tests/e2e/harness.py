@@ -30,7 +30,8 @@ from transport.control.proto import node_pb2_grpc as rpc
 T = TypeVar("T")
 
 FIRST_PLAIN_TOKEN, VOCABULARY = 4, 512
-IDLE_TIMEOUT_S = 60.0
+IDLE_TIMEOUT_S = 120.0
+CALL_S = 60.0  # only a hang takes so long
 UNTIED_TRIES = 20
 
 
@@ -179,7 +180,7 @@ class Bench:
 
     async def record(self, name: str) -> dict[str, Any]:
         """The gateway's record of a finished request."""
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(CALL_S):
             while True:
                 async with self.session.get(f"{self.system.api_url}/prfaas/requests") as answer:
                     records = [line for line in (await answer.text()).splitlines() if f'"{name}"' in line]
@@ -201,7 +202,9 @@ class Bench:
     async def describe(self, name: str) -> pb.NodeDescription:
         async with self._channel(name) as channel:
             stub = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
-            description: pb.NodeDescription = await stub.Describe(pb.DescribeRequest(check_integrity=True), timeout=5.0)
+            description: pb.NodeDescription = await stub.Describe(
+                pb.DescribeRequest(check_integrity=True), timeout=CALL_S
+            )
             return description
 
     def _channel(self, name: str) -> grpc.aio.Channel:
@@ -229,7 +232,7 @@ class Bench:
 
         await self.wait_until(is_back, timeout_s)
 
-    async def wait_until(self, condition: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
+    async def wait_until(self, condition: Callable[[], Awaitable[bool]], timeout_s: float = 90.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not await condition():  # noqa: ASYNC110 other processes have no Event of ours
                 await asyncio.sleep(0.02)

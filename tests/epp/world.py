@@ -37,7 +37,7 @@ OWN_COMMAND: Final = (
     " --grpc-health-port {health} --metrics-port {metrics} --pool-name test"
 )
 COMMAND: Final = os.environ.get("EPP_COMMAND", OWN_COMMAND)
-START_S: Final = 120.0  # that a process may take, beside suites that take all cores
+START_S: Final = 240.0  # that a process may take, beside suites that take all cores
 ACT_S: Final = 400.0  # what a test does must end, even there
 ROLE_LABEL: Final = "llm-d.ai/role"
 

@@ -95,7 +95,7 @@ def test_prefill_node_killed_while_streaming(bench: Bench) -> None:
         assert record["bytes"] < LONG_BYTES - MARK_LANDED + 300_000, "what had landed must not travel again"
         await bench.restart("far")
 
-    bench.run(scenario(), 180.0)
+    bench.run(scenario(), 280.0)
 
 
 def test_connections_cut_while_streaming(bench: Bench, relay: Proxy) -> None:
@@ -112,7 +112,7 @@ def test_connections_cut_while_streaming(bench: Bench, relay: Proxy) -> None:
         assert done.token_ids == bench.expected(prompt)
         assert (record["prefill_node"], record["fallbacks"]) == ("far", [])
 
-    bench.run(scenario(), 180.0)
+    bench.run(scenario(), 280.0)
 
 
 async def _reached(relay: Proxy, size: int) -> bool:
@@ -142,7 +142,7 @@ def test_decode_node_killed_before_the_first_token(bench: Bench) -> None:
         assert record["fallbacks"]
         await bench.restart(victim)
 
-    bench.run(scenario(), 180.0)
+    bench.run(scenario(), 280.0)
 
 
 def test_client_leaves_during_prefill(bench: Bench) -> None:
@@ -199,7 +199,7 @@ def test_an_engine_that_is_killed_finds_the_prefix_cache_again(bench: Bench) -> 
         assert (record["prefill_node"], record["cached"]) == ("far", 640)
         assert done.token_ids == bench.expected([*prompt, *bench.prompt(700, seed=7)])
 
-    bench.run(scenario(), 180.0)
+    bench.run(scenario(), 280.0)
 
 
 def test_without_any_prefill_node_the_decode_node_does_it(bench: Bench) -> None:
@@ -214,7 +214,7 @@ def test_without_any_prefill_node_the_decode_node_does_it(bench: Bench) -> None:
         assert (record["target"], record["reason"]) == ("decode", "no_prefill")
         await bench.restart("far", "near")
 
-    bench.run(scenario(), 180.0)
+    bench.run(scenario(), 280.0)
 
 
 async def _both_down(bench: Bench) -> bool:
@@ -254,7 +254,7 @@ def test_a_decode_node_that_is_told_to_end_finishes_its_stream_and_takes_nothing
         assert await node.process.stop(30.0) == 0
         await bench.restart(leaving)
 
-    bench.run(scenario(), 180.0)
+    bench.run(scenario(), 280.0)
 
 
 def test_sigterm_lets_streams_finish_and_refuses_new_ones(models: Models, tmp_path: Path) -> None:
