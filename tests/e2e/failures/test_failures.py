@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import aiohttp
@@ -24,6 +24,7 @@ MARK_LANDED = 200_000
 """Bytes after which a transfer of LONG tokens is certainly under way and certainly not over."""
 LONG_BYTES = 870_000
 """What LONG tokens are, about."""
+ATTEMPTS = 3
 LONGEST = 20_000
 """Tokens of a prompt that computes for a long time."""
 LONG_ANSWER = 1500
@@ -75,9 +76,17 @@ async def only_decode(bench: Bench, name: str) -> AsyncIterator[None]:
         await bench.wait_until(is_back, 60.0)
 
 
+async def _until_in_the_middle(strike: Callable[[int], Awaitable[bool]], first_seed: int) -> None:
+    """Strikes until a failure was counted: on a busy machine a transfer may be over before its node dies."""
+    for seed in range(first_seed, first_seed + ATTEMPTS):
+        if await strike(seed):
+            return
+    raise AssertionError(f"none of {ATTEMPTS} failures was counted")
+
+
 def test_prefill_node_killed_while_streaming(bench: Bench) -> None:
-    async def scenario() -> None:
-        prompt, name = bench.prompt(LONG, seed=1), bench.name()
+    async def strike(seed: int) -> bool:
+        prompt, name = bench.prompt(LONG, seed=seed), bench.name()
         before = {node: (await bench.describe(node)).load.ingress_bytes_total for node in ("decode0", "decode1")}
         running = start(bench, prompt, name)
 
@@ -90,12 +99,14 @@ def test_prefill_node_killed_while_streaming(bench: Bench) -> None:
         done = await running
         record = await bench.record(name)
         assert done.token_ids == bench.expected(prompt)
-        assert record["fallbacks"], "the failure must have been counted"
+        await bench.restart("far")
+        if not record["fallbacks"]:
+            return False
         assert record["prefill_node"] == "near"
         assert record["bytes"] < LONG_BYTES - MARK_LANDED + 300_000, "what had landed must not travel again"
-        await bench.restart("far")
+        return True
 
-    bench.run(scenario(), 280.0)
+    bench.run(_until_in_the_middle(strike, first_seed=100), 280.0)
 
 
 def test_connections_cut_while_streaming(bench: Bench, relay: Proxy) -> None:
@@ -120,8 +131,8 @@ async def _reached(relay: Proxy, size: int) -> bool:
 
 
 def test_decode_node_killed_before_the_first_token(bench: Bench) -> None:
-    async def scenario() -> None:
-        prompt, name = bench.prompt(LONG, seed=3), bench.name()
+    async def strike(seed: int) -> bool:
+        prompt, name = bench.prompt(LONG, seed=seed), bench.name()
         before = {node: (await bench.describe(node)).load.ingress_bytes_total for node in ("decode0", "decode1")}
         running = start(bench, prompt, name)
         victim = ""
@@ -138,11 +149,13 @@ def test_decode_node_killed_before_the_first_token(bench: Bench) -> None:
         done = await running
         record = await bench.record(name)
         assert done.token_ids == bench.expected(prompt)
-        assert record["decode_node"] != victim
-        assert record["fallbacks"]
         await bench.restart(victim)
+        if not record["fallbacks"]:
+            return False
+        assert record["decode_node"] != victim
+        return True
 
-    bench.run(scenario(), 280.0)
+    bench.run(_until_in_the_middle(strike, first_seed=200), 280.0)
 
 
 def test_client_leaves_during_prefill(bench: Bench) -> None:
