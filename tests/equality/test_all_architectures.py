@@ -89,14 +89,14 @@ def test_prefixes(
         found = (record["route"], record["cached"], record["fallbacks"])
         assert found == ("remote", prefill_blocks * block_size, []), record["reason"]
 
-    bench.run(scenario(), 300.0)
+    bench.run(scenario(), 900.0)
 
 
 def test_eight_in_flight(case: tuple[Bench, int, int], sent_home: Counter[str]) -> None:
     bench, block_size, _ = case
     lengths = [1, block_size - 1, block_size, block_size + 1, THRESHOLD, THRESHOLD + 1, 2 * block_size + 1, 700]
     prompts = {n: bench.prompt(n, seed=20_000 + n) for n in lengths}
-    bench.run(_all_equal(bench, prompts, sent_home, in_flight=8), 300.0)
+    bench.run(_all_equal(bench, prompts, sent_home, in_flight=8), 900.0)
 
 
 async def _all_equal(
