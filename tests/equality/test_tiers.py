@@ -44,7 +44,7 @@ async def served(bench: Bench, prompt: list[int], expected: list[int] | None = N
 
 
 async def computed(bench: Bench, length: int, sent_home: Counter[str], prompt: list[int] | None = None) -> list[int]:
-    """A prompt that the far node has computed and nobody else: `prompt`, unless load sends it home."""
+    """A prompt that only the far node has computed: `prompt`, unless load sends that home."""
     taken: list[int] = []
 
     async def ask(attempt: int) -> Record:
