@@ -23,7 +23,7 @@ from prfaas.demo.client import DemoCompletion, complete
 from prfaas.system.system import StartedNode, System
 from prfaas.system.topology import parse_topology
 from tests.e2e import tls
-from tests.e2e.beliefs import believed_queues_s, known_tokens
+from tests.e2e.beliefs import believed_queues_s, is_sent_home, known_tokens
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
 
@@ -32,6 +32,8 @@ T = TypeVar("T")
 FIRST_PLAIN_TOKEN, VOCABULARY = 4, 512
 IDLE_TIMEOUT_S = 120.0
 CALL_S = 60.0  # only a hang takes so long
+CALM_S = 60.0
+UNASKED_SEED = 1 << 41  # of prompts that are only explained
 UNTIED_TRIES = 20
 
 
@@ -147,6 +149,15 @@ class Bench:
             return await known_tokens(self.session, self.system.api_url, name, prompt) >= num_tokens
 
         await self.wait_until(is_heard_of)
+
+    async def until_link_takes(self, num_tokens: int, timeout_s: float = CALM_S) -> None:
+        """Until load would not keep a new prompt of that length from the link: what was sent before may show for a while."""
+        prompt = self.prompt(num_tokens, seed=UNASKED_SEED)
+
+        async def is_taken() -> bool:
+            return not await is_sent_home(self.session, self.system.api_url, prompt)
+
+        await self.wait_until(is_taken, timeout_s)
 
     def expected(self, prompt: Sequence[int], max_tokens: int = 16) -> list[int]:
         """What a plain transformers.generate gives."""

@@ -76,6 +76,7 @@ def test_sampling_with_a_seed_repeats_itself(bench: Bench) -> None:
 def test_headers_say_what_was_decided(bench: Bench) -> None:
     async def scenario() -> None:
         body = {"model": "tiny", "prompt": bench.prompt(400, seed=900), "max_tokens": 1}
+        await bench.until_link_takes(400)
         async with bench.session.post(
             f"{bench.system.api_url}/v1/completions", json=body, headers={"x-request-id": "mine"}
         ) as answer:
@@ -128,6 +129,7 @@ def test_bad_input_gets_a_clear_error_and_nothing_happens(
 def test_metrics_and_health(bench: Bench) -> None:
     async def scenario() -> None:
         name = bench.name()
+        await bench.until_link_takes(350)
         await bench.generate(bench.prompt(350, seed=901), 2, name=name)
         await bench.record(name)  # what came of it is counted by then
 

@@ -5,12 +5,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
+from tests.e2e.beliefs import BY_LOAD
 from tests.e2e.harness import Bench
 
-BY_LOAD: Final = ("congested", "remote_queue")
 ATTEMPTS: Final = 6
 CALM_S: Final = 10.0
-UNASKED_SEED: Final = 1 << 41  # of a prompt that is only explained, never asked
 
 Record = Mapping[str, Any]
 
@@ -37,12 +36,5 @@ async def until_taken(
 
 async def calm(bench: Bench, num_tokens: int) -> None:
     """Until the gateway would send a prompt of that length over the link, or for CALM_S at most."""
-    body = {"model": "tiny", "prompt": bench.prompt(num_tokens, seed=UNASKED_SEED), "max_tokens": 16}
-
-    async def would_be_taken() -> bool:
-        async with bench.session.post(f"{bench.system.api_url}/prfaas/explain", json=body) as answer:
-            decision = (await answer.json())["decision"]
-        return decision is not None and decision["route"]["reason"] not in BY_LOAD
-
     with contextlib.suppress(TimeoutError):
-        await bench.wait_until(would_be_taken, CALM_S)
+        await bench.until_link_takes(num_tokens, CALM_S)

@@ -12,8 +12,9 @@ import pytest
 
 from engine.torch.tiny import ARCHITECTURES
 from tests.conftest import Models
+from tests.e2e.beliefs import BY_LOAD
 from tests.e2e.harness import Bench, topology_document
-from tests.equality.sent_home import BY_LOAD, Record, calm, until_taken
+from tests.equality.sent_home import Record, calm, until_taken
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.dimensions(bench=None)]
 

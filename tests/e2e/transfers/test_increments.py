@@ -48,6 +48,7 @@ def test_what_is_held_by_nobody_travels_as_before(bench: Bench) -> None:
     async def scenario() -> None:
         for num_tokens, route in ((200, "local"), (901, "remote")):
             prompt, name = bench.prompt(num_tokens, seed=num_tokens + 5), bench.name()
+            await bench.until_link_takes(num_tokens)
             done = await bench.generate(prompt, name=name)
             record = await bench.record(name)
             assert done.token_ids == bench.expected(prompt)

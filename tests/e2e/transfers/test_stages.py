@@ -46,6 +46,7 @@ def is_stage(pid: int) -> bool:
 
 async def answered(bench: Bench, prompt: list[int], *, cached: int = 0) -> None:
     name = bench.name()
+    await bench.until_link_takes(len(prompt))
     done = await bench.generate(prompt, name=name)
     record = await bench.record(name)
     assert done.token_ids == await asyncio.to_thread(bench.expected, prompt)

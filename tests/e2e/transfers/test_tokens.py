@@ -19,6 +19,7 @@ ATTEMPTS = 5
 def test_cold_prompts(bench: Bench, num_tokens: int) -> None:
     async def scenario() -> None:
         prompt, name = bench.prompt(num_tokens, seed=num_tokens), bench.name()
+        await bench.until_link_takes(num_tokens)
         done = await bench.generate(prompt, name=name)
         record = await bench.record(name)
         assert done.token_ids == bench.expected(prompt)
@@ -40,6 +41,7 @@ def test_prefixes_on_either_side(bench: Bench, prefill_has: int, decode_has: int
         if prefill_has:  # the remote node's engine alone: nothing travels
             await bench.prime("far", prompt[: prefill_has + 1])
         name = bench.name()
+        await bench.until_link_takes(901)
         done = await bench.generate(prompt, name=name)
         record = await bench.record(name)
         assert done.token_ids == bench.expected(prompt)
