@@ -14,7 +14,6 @@ import io
 import json
 import os
 import shlex
-import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -26,6 +25,7 @@ import aiohttp
 
 from tests.epp.envoy import OWN, Way, configuration
 from tests.epp.servers import StandInServer, running_servers
+from tests.transport.path.ports import free_ports
 
 T = TypeVar("T")
 
@@ -245,12 +245,3 @@ def _log(path: Path) -> IO[bytes]:
 
 def _end_of(log: Path) -> str:
     return log.read_text()[-4000:]
-
-
-def free_ports(number: int) -> list[int]:
-    """Ports that nothing listens at, just now."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
