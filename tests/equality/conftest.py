@@ -22,7 +22,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for report in reports:
         if isinstance(report, pytest.TestReport) and report.when == "teardown":
             for name, counts in report.user_properties:
-                if name == SENT_HOME:
+                if name == SENT_HOME and isinstance(counts, dict):
                     total.update(counts)
     if total:
         terminalreporter.write_line(f"{total.total()} prompts were sent home by load and asked anew: {dict(total)}")

@@ -109,7 +109,7 @@ async def _all_equal(
         outputs: list[list[int]] = []
 
         async def ask(attempt: int) -> Record:
-            asked, expected = (prompt, None) if not attempt else await _drawn(bench, length, length, attempt)
+            asked, expected = (prompt, []) if not attempt else await _drawn(bench, length, length, attempt)
             async with slots:
                 name = bench.name()
                 done = await bench.generate(asked, OUTPUT, name=name)
