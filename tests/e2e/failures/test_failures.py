@@ -24,6 +24,7 @@ MARK_LANDED = 200_000
 """Bytes after which a transfer of LONG tokens is certainly under way and certainly not over."""
 LONG_BYTES = 870_000
 """What LONG tokens are, about."""
+DRAIN_S = 240.0  # longer than an answer of LONG_ANSWER tokens takes on a busy machine
 ATTEMPTS = 3
 LONGEST = 20_000
 """Tokens of a prompt that computes for a long time."""
@@ -41,7 +42,9 @@ def relay() -> Iterator[Proxy]:
 @pytest.fixture(scope="module")
 def bench(models: Models, relay: Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     model = models("kimi_linear")
-    document = topology_document(model, threshold=300, decode_nodes=2, chunk_tokens=128, connections=4, lease_s=20.0)
+    document = topology_document(
+        model, threshold=300, decode_nodes=2, chunk_tokens=128, connections=4, lease_s=20.0, drain_timeout_s=DRAIN_S
+    )
     decode0 = document["clusters"][1]["nodes"][1]
     decode0 |= {"transfer_port": int(relay.upstream.rpartition(":")[2]), "transfer_advertise": relay.address}
     with Bench(document, model, tmp_path_factory.mktemp("failures")) as running:
