@@ -1,8 +1,10 @@
 """What passes a place of a network: frames as they come, put together to what each end of a connection has said."""
 
+import math
 import socket
 import struct
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ SO_RCVBUFFORCE: Final = 33
 BUFFER_BYTES: Final = 256 << 20
 FRAME_BYTES: Final = 1 << 17  # segments that a network card would cut are whole here
 LOOK_S: Final = 0.2
+REST_S: Final = 60.0  # for what waits at the end
 ETHERNET, IPV4, TCP = 14, 0x0800, 6
 SYN: Final = 0x02
 
@@ -90,7 +93,10 @@ def _stretches(pieces: Mapping[int, bytes]) -> Iterator[bytes]:
 
 
 class Capture:
-    """Listens at every port of a machine, or at one, while the block lasts. What leaves again is counted where it came in."""
+    """Listens at every port of a machine, or at one, while the block lasts. What leaves again is counted where it came in.
+
+    At the end it reads what waits: on a busy machine it may be far behind.
+    """
 
     def __init__(self, machine: Machine, port: str = "") -> None:
         self.frames: list[bytes] = []
@@ -115,10 +121,15 @@ class Capture:
         self._socket.close()
 
     def _listen(self) -> None:
-        while not self._is_over.is_set():
+        deadline = math.inf
+        while time.monotonic() < deadline:
+            if deadline == math.inf and self._is_over.is_set():
+                deadline = time.monotonic() + REST_S
             try:
                 frame, (_, _, kind, *_) = self._socket.recvfrom(FRAME_BYTES)
             except TimeoutError:
+                if deadline < math.inf:
+                    break
                 continue
             if kind != socket.PACKET_OUTGOING:
                 self.frames.append(frame)

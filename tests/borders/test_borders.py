@@ -123,7 +123,7 @@ def the_least(traffic: Traffic) -> None:
     traffic.scrape(AWAY, METRICS_PORT)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_nothing_is_in_clear_between_the_machines_of_two_sites(tmp_path: Path) -> None:
     heard = hear(tmp_path, all_kinds, [prompt("long", LONG)], plain=False)
     assert heard.secrets.where(heard.between) == []
@@ -135,7 +135,7 @@ def test_nothing_is_in_clear_between_the_machines_of_two_sites(tmp_path: Path) -
     assert len(heard.inside) > 4
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_site_that_is_plain_on_purpose_can_be_read(tmp_path: Path) -> None:
     """The same eyes see all of it where there is something to see."""
     heard = hear(tmp_path, the_least, [prompt("long", LONG)], plain=True)

@@ -1,16 +1,20 @@
 """What is put together of frames, and what is found in it."""
 
 import base64
+import re
+import socket
 import struct
 from ipaddress import IPv4Address
 
 import pytest
 
-from tests.borders.capture import SYN, Flow, Segment, segment_of, streams
+from tests.borders.capture import SYN, Capture, Flow, Segment, segment_of, streams
+from tests.borders.network import Machine, why_not
 from tests.borders.secrets import Secrets, forms
 
 FLOW = Flow("10.77.1.10", 40000, "10.77.2.20", 7001)
 WORD = b"PATIENT-FILE long"
+FRAMES = 20_000
 
 
 def frame(number: int, data: bytes, flags: int = 0, flow: Flow = FLOW, padding: int = 0) -> bytes:
@@ -61,3 +65,17 @@ def test_what_is_found_is_told_by_kind_and_place() -> None:
     assert secrets.where(said) == ["prompt (1) from 10.77.1.10:40000 to 10.77.2.20:7001"]
     with pytest.raises(AssertionError, match="too short"):
         secrets.add("key", "1234567")
+
+
+@pytest.mark.skipif(bool(REASON := why_not()), reason=REASON or "none")
+def test_a_listener_that_is_behind_hears_the_rest_at_the_end() -> None:
+    machine = Machine("alone", "127.0.0.1")
+    try:
+        with Capture(machine, "lo") as capture, machine.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            for number in range(FRAMES):
+                sender.sendto(b"PATIENT-FILE %d" % number, ("127.0.0.1", 9))
+    finally:
+        machine.close()
+    assert capture.dropped == 0
+    heard = {word for each in capture.frames for word in re.findall(rb"PATIENT-FILE \d+$", each)}
+    assert len(heard) == FRAMES

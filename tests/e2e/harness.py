@@ -23,14 +23,17 @@ from prfaas.demo.client import DemoCompletion, complete
 from prfaas.system.system import StartedNode, System
 from prfaas.system.topology import parse_topology
 from tests.e2e import tls
-from tests.e2e.beliefs import believed_queues_s, known_tokens
+from tests.e2e.beliefs import believed_queues_s, is_sent_home, known_tokens
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
 
 T = TypeVar("T")
 
 FIRST_PLAIN_TOKEN, VOCABULARY = 4, 512
-IDLE_TIMEOUT_S = 60.0
+IDLE_TIMEOUT_S = 120.0
+CALL_S = 60.0  # only a hang takes so long
+CALM_S = 60.0
+UNASKED_SEED = 1 << 41  # of prompts that are only explained
 UNTIED_TRIES = 20
 
 
@@ -147,6 +150,15 @@ class Bench:
 
         await self.wait_until(is_heard_of)
 
+    async def until_link_takes(self, num_tokens: int, timeout_s: float = CALM_S) -> None:
+        """Until load would not keep a new prompt of that length from the link: what was sent before may show for a while."""
+        prompt = self.prompt(num_tokens, seed=UNASKED_SEED)
+
+        async def is_taken() -> bool:
+            return not await is_sent_home(self.session, self.system.api_url, prompt)
+
+        await self.wait_until(is_taken, timeout_s)
+
     def expected(self, prompt: Sequence[int], max_tokens: int = 16) -> list[int]:
         """What a plain transformers.generate gives."""
         from engine.torch.embedded import load_model
@@ -179,7 +191,7 @@ class Bench:
 
     async def record(self, name: str) -> dict[str, Any]:
         """The gateway's record of a finished request."""
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(CALL_S):
             while True:
                 async with self.session.get(f"{self.system.api_url}/prfaas/requests") as answer:
                     records = [line for line in (await answer.text()).splitlines() if f'"{name}"' in line]
@@ -201,7 +213,9 @@ class Bench:
     async def describe(self, name: str) -> pb.NodeDescription:
         async with self._channel(name) as channel:
             stub = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
-            description: pb.NodeDescription = await stub.Describe(pb.DescribeRequest(check_integrity=True), timeout=5.0)
+            description: pb.NodeDescription = await stub.Describe(
+                pb.DescribeRequest(check_integrity=True), timeout=CALL_S
+            )
             return description
 
     def _channel(self, name: str) -> grpc.aio.Channel:
@@ -229,7 +243,7 @@ class Bench:
 
         await self.wait_until(is_back, timeout_s)
 
-    async def wait_until(self, condition: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
+    async def wait_until(self, condition: Callable[[], Awaitable[bool]], timeout_s: float = 90.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not await condition():  # noqa: ASYNC110 other processes have no Event of ours
                 await asyncio.sleep(0.02)

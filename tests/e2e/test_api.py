@@ -24,24 +24,29 @@ def test_the_sdk_chats_and_streams(bench: Bench) -> None:
             assert [model.id async for model in client.models.list()] == ["tiny"]
             question: Any = [{"role": "user", "content": "How far is it? " * 30}]
             whole = await client.chat.completions.create(model="tiny", messages=question, max_tokens=12, temperature=0)
-            stream = await client.chat.completions.create(
-                model="tiny",
-                messages=question,
-                max_tokens=12,
-                temperature=0,
-                stream=True,
-                stream_options={"include_usage": True},
-            )
-            text, usage = "", None
-            async for chunk in stream:
-                text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
-                usage = chunk.usage or usage
-            assert text == whole.choices[0].message.content
             assert whole.usage is not None
-            assert usage is not None
-            assert usage.prompt_tokens == whole.usage.prompt_tokens > 300
-            assert usage.prompt_tokens_details is not None
-            assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens // 64 * 64
+            prompt_tokens = whole.usage.prompt_tokens
+
+            async def finds_what_is_cached() -> bool:  # the gateway hears of blocks a moment after the answer
+                stream = await client.chat.completions.create(
+                    model="tiny",
+                    messages=question,
+                    max_tokens=12,
+                    temperature=0,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                )
+                text, usage = "", None
+                async for chunk in stream:
+                    text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+                    usage = chunk.usage or usage
+                assert text == whole.choices[0].message.content
+                assert usage is not None
+                assert usage.prompt_tokens == prompt_tokens > 300
+                assert usage.prompt_tokens_details is not None
+                return usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens // 64 * 64
+
+            await bench.wait_until(finds_what_is_cached, 60.0)
 
     bench.run(scenario())
 
@@ -72,6 +77,7 @@ def test_sampling_with_a_seed_repeats_itself(bench: Bench) -> None:
 def test_headers_say_what_was_decided(bench: Bench) -> None:
     async def scenario() -> None:
         body = {"model": "tiny", "prompt": bench.prompt(400, seed=900), "max_tokens": 1}
+        await bench.until_link_takes(400)
         async with bench.session.post(
             f"{bench.system.api_url}/v1/completions", json=body, headers={"x-request-id": "mine"}
         ) as answer:
@@ -123,14 +129,19 @@ def test_bad_input_gets_a_clear_error_and_nothing_happens(
 
 def test_metrics_and_health(bench: Bench) -> None:
     async def scenario() -> None:
-        await bench.generate(bench.prompt(350, seed=901), 2)
-        async with bench.session.get(f"{bench.system.api_url}/metrics") as answer:
-            gateway = await answer.text()
-        async with bench.session.get(f"{bench.node('far').metrics_url}/metrics") as answer:
-            node = await answer.text()
+        name = bench.name()
+        await bench.until_link_takes(350)
+        await bench.generate(bench.prompt(350, seed=901), 2, name=name)
+        await bench.record(name)  # what came of it is counted by then
+
+        async def told(url: str, line: str) -> bool:
+            async with bench.session.get(f"{url}/metrics") as answer:
+                return line in await answer.text()
+
         async with bench.session.get(f"{bench.node('far').metrics_url}/health") as answer:
             assert await answer.json() == {"id": "far", "state": "ready"}
-        assert 'route="remote"' in gateway
-        assert 'prfaas_link_sent_bytes_total{cluster="east",link="west",peer=' in node
+        assert await told(bench.system.api_url, 'route="remote"')
+        sent = 'prfaas_link_sent_bytes_total{cluster="east",link="west",peer='
+        await bench.wait_until(lambda: told(bench.node("far").metrics_url, sent))
 
     bench.run(scenario())

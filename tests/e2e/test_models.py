@@ -166,8 +166,10 @@ def test_a_second_model_joins_serves_beside_the_first_and_leaves(two: TwoModels)
     texts = untied(two, 3, 40) + untied(two, 2, 6)
     assert two.yardsticks["tiny"].encoded("candle") != two.yardsticks[OTHER].encoded("candle")
 
-    async def answered(model: str, text: str, expected: list[int]) -> None:
-        assert (await two.ask(model, text)).token_ids == expected, (model, text)
+    async def answered(model: str, text: str, expected: list[int]) -> str:
+        done = await two.ask(model, text)
+        assert done.token_ids == expected, (model, text)
+        return done.request_id
 
     async def all_of(model: str) -> None:
         for text, said in texts:
@@ -182,10 +184,9 @@ def test_a_second_model_joins_serves_beside_the_first_and_leaves(two: TwoModels)
         await two.until_status(OTHER, 200)
         assert await two.models() == ["tiny", OTHER]
         mixed = [answered(model, text, said[model]) for text, said in texts for model in two.yardsticks]
-        await asyncio.gather(*mixed)
-        async with two.bench.session.get(f"{two.bench.system.api_url}/prfaas/requests") as answer:
-            records = [json.loads(line) for line in (await answer.text()).splitlines()]
-        nodes = {(each["model"], each["decode_node"]) for each in records if each["status"] == 200}
+        records = [await two.bench.record(name) for name in await asyncio.gather(*mixed)]
+        assert {each["status"] for each in records} == {200}
+        nodes = {(each["model"], each["decode_node"]) for each in records}
         assert nodes == {("tiny", "decode0"), (OTHER, f"{OTHER}-decode0")}
         far = {(each["model"], each["prefill_node"]) for each in records if each["route"] == "remote"}
         assert far == {("tiny", "far"), (OTHER, f"{OTHER}-far")}

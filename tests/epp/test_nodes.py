@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.epp.envoy import OWN
-from tests.epp.world import OURS, nodes_world
+from tests.epp.world import OURS, nodes_world, until
 from tests.node.picked.nodes import MODEL, running_pair
 
 pytestmark = pytest.mark.skipif(not OURS, reason="only ours promises that")
@@ -32,17 +32,21 @@ def test_long_prompts_are_handed_over_and_short_ones_are_not(tmp_path: Path) -> 
                     if (await world.ask(body(SHORT), "/v1/completions")).status == 200:
                         break
                     await asyncio.sleep(0.1)
-                assert set(nodes.decode.node.agent.picked.requests) == {"plain"}
+                counts = nodes.decode.node.agent.picked
+                await until(lambda: _value(counts.requests.total()), bool)  # after its last byte
+                assert set(counts.requests) == {"plain"}
                 plain = await nodes.prefill.complete(LONG, 4)
                 # What a client says of it does not count: the picker drops the header.
                 told = await world.ask(body(LONG), "/v1/completions", x_prefiller_host_port="127.0.0.1:1")
                 assert told.status == 200
                 assert json.loads(told.body)["choices"][0]["text"] == plain["choices"][0]["text"]
-                async with asyncio.timeout(20):
-                    while not nodes.decode.node.agent.picked.requests["handed_over"]:  # noqa: ASYNC110 nothing tells
-                        await asyncio.sleep(0.05)
-                assert not nodes.decode.node.agent.picked.fallbacks
+                await until(lambda: _value(counts.requests["handed_over"]), bool)
+                assert not counts.fallbacks
                 assert await nodes.decode.bytes_landed() > 0
-                assert await world.metric("prfaas_picker_requests_total") >= 2
+                await until(lambda: world.metric("prfaas_picker_requests_total"), lambda requests: requests >= 2)
 
         nodes.run(scenario(), 120.0)
+
+
+async def _value(number: int) -> int:
+    return number

@@ -10,8 +10,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.epp.world import OURS, PickerWorld, asked_world, chat
+from tests.epp.world import ACT_S, OURS, PickerWorld, asked_world, chat
 from transport.control.proto import ext_proc_pb2 as pb
+
+pytestmark = pytest.mark.timeout(600)
 
 PROCESS: Final = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 DESTINATION: Final = "x-gateway-destination-endpoint"
@@ -70,7 +72,7 @@ def asked(folder: Path, act: Callable[[PickerWorld, Caller], Coroutine[Any, Any,
         async with (
             asked_world(folder, **more) as world,
             grpc.aio.insecure_channel(f"127.0.0.1:{world.ports['grpc']}") as channel,
-            asyncio.timeout(60),
+            asyncio.timeout(ACT_S),
         ):
             await act(world, Caller(channel))
 

@@ -13,9 +13,7 @@ import contextlib
 import io
 import json
 import os
-import random
 import shlex
-import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,6 +25,7 @@ import aiohttp
 
 from tests.epp.envoy import OWN, Way, configuration
 from tests.epp.servers import StandInServer, running_servers
+from tests.transport.path.ports import free_ports
 
 T = TypeVar("T")
 
@@ -38,7 +37,8 @@ OWN_COMMAND: Final = (
     " --grpc-health-port {health} --metrics-port {metrics} --pool-name test"
 )
 COMMAND: Final = os.environ.get("EPP_COMMAND", OWN_COMMAND)
-START_S: Final = 60.0  # that a process may take, beside suites that take all cores
+START_S: Final = 240.0  # that a process may take, beside suites that take all cores
+ACT_S: Final = 400.0  # what a test does must end, even there
 ROLE_LABEL: Final = "llm-d.ai/role"
 
 
@@ -195,9 +195,8 @@ async def _asking_envoy(world: PickerWorld) -> AsyncIterator[None]:
     )
     (folder / "envoy.yaml").write_text(told)
     with _log(folder / "envoy.log") as log:
-        base = str(random.Random().randrange(1, 1 << 20))
         world.envoy = await asyncio.create_subprocess_exec(
-            ENVOY, "-c", folder / "envoy.yaml", "--base-id", base, "--concurrency", "1", "-l", "warning",
+            ENVOY, "-c", folder / "envoy.yaml", "--disable-hot-restart", "--concurrency", "1", "-l", "warning",
             stdout=log, stderr=log,
         )  # fmt: skip
     try:
@@ -246,12 +245,3 @@ def _log(path: Path) -> IO[bytes]:
 
 def _end_of(log: Path) -> str:
     return log.read_text()[-4000:]
-
-
-def free_ports(number: int) -> list[int]:
-    """Ports that nothing listens at, just now."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

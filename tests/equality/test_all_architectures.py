@@ -8,11 +8,13 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from engine.torch.tiny import ARCHITECTURES
 from tests.conftest import Models
 from tests.e2e.harness import Bench, topology_document
+from tests.equality.sent_home import Record, calm, until_taken
 
 # What a sample has to cover of architectures and ways is in test_matrix; of these it takes a few, for their lengths.
 pytestmark = [
@@ -54,65 +56,85 @@ def case(
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_cold(case: tuple[Bench, int, int], part: int) -> None:
+def test_cold(case: tuple[Bench, int, int], part: int, sent_home: Counter[str]) -> None:
     bench, block_size, last = case
     lengths = borders(block_size, last)[part::PARTS]
-    outputs = bench.run(_all_equal(bench, {n: bench.prompt(n, seed=n) for n in lengths}), 1500.0)
+    outputs = bench.run(_all_equal(bench, {n: bench.prompt(n, seed=n) for n in lengths}, sent_home), 1500.0)
     # A model that repeats itself proves nothing; gemma3's does so in two answers of a part of 16.
     assert sum(len(set(output)) >= MIN_DISTINCT for output in outputs) > len(outputs) * 0.8
 
 
 @pytest.mark.parametrize(("prefill_blocks", "decode_blocks"), [(0, 1), (3, 0), (3, 1), (1, 1)])
-def test_prefixes(case: tuple[Bench, int, int], prefill_blocks: int, decode_blocks: int) -> None:
+def test_prefixes(
+    case: tuple[Bench, int, int], prefill_blocks: int, decode_blocks: int, sent_home: Counter[str]
+) -> None:
     bench, block_size, _ = case
+    length = THRESHOLD + 4 * block_size + 7
+    first_seed = 10_000 + 10 * prefill_blocks + decode_blocks
 
-    async def scenario() -> None:
+    async def ask(attempt: int) -> Record:
         # A prefix below the threshold goes through the local prefill node to the decode node; the rest then goes remote.
-        prompt = bench.prompt(THRESHOLD + 4 * block_size + 7, seed=10_000 + 10 * prefill_blocks + decode_blocks)
+        prompt, expected = await _drawn(bench, length, first_seed, attempt)
         if decode_blocks:
             await bench.generate(prompt[: decode_blocks * block_size + 1], 1)
         if prefill_blocks:
             await bench.prime("far", prompt[: prefill_blocks * block_size + 1])
         name = bench.name()
         done = await bench.generate(prompt, OUTPUT, name=name)
-        record = await bench.record(name)
-        assert done.token_ids == bench.expected(prompt, OUTPUT)
+        assert done.token_ids == expected
+        return await bench.record(name)
+
+    async def scenario() -> None:
+        record = await until_taken(ask, lambda: calm(bench, length), sent_home)
         found = (record["route"], record["cached"], record["fallbacks"])
         assert found == ("remote", prefill_blocks * block_size, []), record["reason"]
 
-    bench.run(scenario(), 300.0)
+    bench.run(scenario(), 900.0)
 
 
-def test_eight_in_flight(case: tuple[Bench, int, int]) -> None:
+def test_eight_in_flight(case: tuple[Bench, int, int], sent_home: Counter[str]) -> None:
     bench, block_size, _ = case
     lengths = [1, block_size - 1, block_size, block_size + 1, THRESHOLD, THRESHOLD + 1, 2 * block_size + 1, 700]
     prompts = {n: bench.prompt(n, seed=20_000 + n) for n in lengths}
-    bench.run(_all_equal(bench, prompts, in_flight=8), 300.0)
+    bench.run(_all_equal(bench, prompts, sent_home, in_flight=8), 900.0)
 
 
-async def _all_equal(bench: Bench, prompts: dict[int, list[int]], in_flight: int = IN_FLIGHT) -> list[list[int]]:
+async def _all_equal(
+    bench: Bench, prompts: dict[int, list[int]], sent_home: Counter[str], in_flight: int = IN_FLIGHT
+) -> list[list[int]]:
     slots = asyncio.Semaphore(in_flight)
     wrong: list[str] = []
-    routes: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
 
     async def one(length: int, prompt: list[int]) -> list[int]:
-        async with slots:
-            name = bench.name()
-            done = await bench.generate(prompt, OUTPUT, name=name)
-            expected = await asyncio.to_thread(bench.expected, prompt, OUTPUT)
-            record = await bench.record(name)
-        if done.token_ids != expected:
-            wrong.append(f"{length} tokens ({record['route']}): {done.token_ids} instead of {expected}")
-        if record["fallbacks"]:
-            wrong.append(f"{length} tokens: fallbacks {record['fallbacks']}")
-        if length > THRESHOLD:
-            routes[record["route"]] += 1
-            reasons[record["reason"]] += 1
-        return expected
+        outputs: list[list[int]] = []
+
+        async def ask(attempt: int) -> Record:
+            asked, expected = (prompt, []) if not attempt else await _drawn(bench, length, length, attempt)
+            async with slots:
+                name = bench.name()
+                done = await bench.generate(asked, OUTPUT, name=name)
+                expected = expected or await asyncio.to_thread(bench.expected, asked, OUTPUT)
+                record = await bench.record(name)
+            if done.token_ids != expected:
+                wrong.append(f"{length} tokens ({record['route']}): {done.token_ids} instead of {expected}")
+            if record["fallbacks"]:
+                wrong.append(f"{length} tokens: fallbacks {record['fallbacks']}")
+            outputs.append(expected)
+            return record
+
+        record = await until_taken(ask, lambda: calm(bench, length), sent_home)
+        if length > THRESHOLD and record["route"] != "remote":
+            wrong.append(f"{length} tokens went {record['route']}: {record['reason']}")
+        return outputs[-1]
 
     outputs = await asyncio.gather(*(one(length, prompt) for length, prompt in prompts.items()))
     assert not wrong, "\n".join(wrong)
-    # A queue or a busy link may send a long prompt home; that is a decision, not an error, but it must stay the exception.
-    assert routes["remote"] >= 4 * routes["local"], reasons
     return list(outputs)
+
+
+async def _drawn(bench: Bench, length: int, seed: int, attempt: int) -> tuple[list[int], list[int]]:
+    """The prompt of an attempt, and what a plain transformers.generate gives: the first one's is the seed's."""
+    if not attempt:
+        prompt = bench.prompt(length, seed=seed)
+        return prompt, await asyncio.to_thread(bench.expected, prompt, OUTPUT)
+    return await asyncio.to_thread(bench.untied, length, np.random.default_rng([seed, length, attempt]), OUTPUT)

@@ -7,6 +7,7 @@ Whole in `make test-equality`; CI runs a sample that covers every pair (tests/sa
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -19,12 +20,12 @@ import pytest
 from engine.torch.tiny import ARCHITECTURES
 from tests.conftest import Models
 from tests.e2e.harness import Bench, topology_document
+from tests.equality.sent_home import Record, calm, until_taken
 from tests.sampling import SEED_VARIABLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 THRESHOLD: Final = 300
-BY_LOAD: Final = ("congested", "remote_queue")
 OUTPUT: Final = 16
 MAX_TOKENS: Final = {64: 1024, 256: 2048}
 BLOCK_SIZES: Final = tuple(MAX_TOKENS)
@@ -142,31 +143,51 @@ def benches(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.mark.parametrize(("arch", "way"), cases())
-def test_tokens_are_those_of_plain_transformers(benches: Benches, arch: str, way: Way) -> None:
+def test_tokens_are_those_of_plain_transformers(benches: Benches, arch: str, way: Way, sent_home: Counter[str]) -> None:
     seed = os.environ.get(SEED_VARIABLE, "")
     rng = np.random.default_rng(list(f"{seed} {arch} {way}".encode()))
     bench = benches.of(arch, way.block_size)
-    bench.run(_all_equal(bench, way, rng), 300.0)
+    bench.run(_all_equal(bench, way, rng, sent_home), 580.0)
 
 
-async def _all_equal(bench: Bench, way: Way, rng: np.random.Generator) -> None:
+@dataclass(frozen=True, slots=True)
+class Primed:
+    """A prompt whose prefix lies where its way wants it, and what a plain transformers.generate gives."""
+
+    prompt: list[int]
+    expected: list[int]
+    cached: int
+
+
+async def _all_equal(bench: Bench, way: Way, rng: np.random.Generator, sent_home: Counter[str]) -> None:
     planned = [way.plans()[each] for each in rng.integers(len(way.plans()), size=way.in_flight)]
-    drawn = [await asyncio.to_thread(bench.untied, length, rng, OUTPUT) for length, _ in planned]
-    prompts = [prompt for prompt, _ in drawn]
-    for prompt, (_, cached) in zip(prompts, planned, strict=True):
-        for node in way.primed:
-            await bench.prime(node, prompt[: cached + 1])
-    names = [bench.name() for _ in prompts]
-    answers = await asyncio.gather(
-        *(bench.generate(prompt, OUTPUT, name=name) for prompt, name in zip(prompts, names, strict=True))
+    primed = [await _primed(bench, way, plan, rng) for plan in planned]
+    await asyncio.gather(
+        *(_equal(bench, way, first, own, sent_home) for first, own in zip(primed, rng.spawn(len(primed)), strict=True))
     )
-    strays = []
-    for (prompt, expected), name, answer, (_, cached) in zip(drawn, names, answers, planned, strict=True):
-        assert answer.token_ids == expected, f"{len(prompt)} tokens, {cached} of them cached"
+
+
+async def _primed(bench: Bench, way: Way, plan: tuple[int, int], rng: np.random.Generator) -> Primed:
+    length, cached = plan
+    prompt, expected = await asyncio.to_thread(bench.untied, length, rng, OUTPUT)
+    for node in way.primed:
+        await bench.prime(node, prompt[: cached + 1])
+    return Primed(prompt, expected, cached)
+
+
+async def _equal(bench: Bench, way: Way, first: Primed, rng: np.random.Generator, sent_home: Counter[str]) -> None:
+    """Asks `first`; where load sends it home, others like it, until one has taken the way."""
+    length, cached = len(first.prompt), first.cached
+
+    async def ask(attempt: int) -> Record:
+        asked = await _primed(bench, way, (length, cached), rng) if attempt else first
+        name = bench.name()
+        answer = await bench.generate(asked.prompt, OUTPUT, name=name)
+        assert answer.token_ids == asked.expected, f"{length} tokens, {cached} of them cached"
         record = await bench.record(name)
         assert record["fallbacks"] == []
-        if (record["route"], record["cached"]) != (way.route, way.reusable(cached)):
-            strays.append((record["route"], record["cached"], record["reason"]))
-    # Where there are several, a queue or a busy link may send long prompts home; that is a decision, not an error, and is said.
-    assert len(strays) < len(prompts), strays
-    assert len(strays) <= 1 or all(reason in BY_LOAD for _, _, reason in strays), strays
+        return record
+
+    record = await until_taken(ask, lambda: calm(bench, length), sent_home)
+    found = (record["route"], record["cached"])
+    assert found == (way.route, way.reusable(cached)), (length, cached, record["reason"])

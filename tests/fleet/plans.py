@@ -13,10 +13,10 @@ import tomli_w
 from planner.service.status import Status
 from tests.fleet.children import Child
 
-LEADS_S: Final = 30.0  # a lease is over after ten
+LEADS_S: Final = 90.0  # a lease is over after ten
 NAMES: Final = ("p0", "p1")
 POLL_S: Final = 0.1
-ANSWER_S: Final = 5.0
+ANSWER_S: Final = 20.0
 CONFIGS: Final = Path(__file__).resolve().parents[2] / "configs"
 StartChild = Callable[..., Awaitable[Child]]
 

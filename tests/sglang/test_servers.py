@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from node.engine.shm_cleanup import remove, shared_by
 from node.process.children import kill_group
 from tests.sglang.agents import ANSWER_S, Agent
 from tests.sglang.serving import kernels_stood_in
+from tests.transport.path.ports import free_ports
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
@@ -72,14 +72,6 @@ def write_model(folder: Path) -> None:
     weights |= {f"{name}.weight": torch.ones(HIDDEN) for name in (*norms, "model.norm")}
     save_file({name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 class Server:

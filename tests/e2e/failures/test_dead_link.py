@@ -63,6 +63,7 @@ def test_a_dead_link_costs_one_request_and_comes_back(bench: Bench, relay: Proxy
             return bool((await link(bench))["up"])
 
         await bench.wait_until(is_up, 120.0)
+        await bench.until_link_takes(330)
         record = await served(bench, 6)
         assert (record["route"], record["fallbacks"]) == ("remote", [])
         await bench.wait_idle()

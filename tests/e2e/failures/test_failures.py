@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import aiohttp
@@ -21,7 +21,13 @@ pytestmark = pytest.mark.e2e
 
 LONG = 2000
 MARK_LANDED = 200_000
-"""Bytes after which a transfer of LONG tokens (about 870 KB) is certainly under way and certainly not over."""
+"""Bytes after which a transfer of LONG tokens is certainly under way and certainly not over."""
+LONG_BYTES = 870_000
+"""What LONG tokens are, about."""
+DRAIN_S = 240.0  # longer than an answer of LONG_ANSWER tokens takes on a busy machine
+ATTEMPTS = 3
+LONGEST = 20_000
+"""Tokens of a prompt that computes for a long time."""
 LONG_ANSWER = 1500
 """Tokens of an answer that is certainly still being written when a gateway has heard that its node drains."""
 
@@ -36,7 +42,9 @@ def relay() -> Iterator[Proxy]:
 @pytest.fixture(scope="module")
 def bench(models: Models, relay: Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     model = models("kimi_linear")
-    document = topology_document(model, threshold=300, decode_nodes=2, chunk_tokens=128, connections=4, lease_s=20.0)
+    document = topology_document(
+        model, threshold=300, decode_nodes=2, chunk_tokens=128, connections=4, lease_s=20.0, drain_timeout_s=DRAIN_S
+    )
     decode0 = document["clusters"][1]["nodes"][1]
     decode0 |= {"transfer_port": int(relay.upstream.rpartition(":")[2]), "transfer_advertise": relay.address}
     with Bench(document, model, tmp_path_factory.mktemp("failures")) as running:
@@ -71,9 +79,17 @@ async def only_decode(bench: Bench, name: str) -> AsyncIterator[None]:
         await bench.wait_until(is_back, 60.0)
 
 
+async def _until_in_the_middle(strike: Callable[[int], Awaitable[bool]], first_seed: int) -> None:
+    """Strikes until a failure was counted: on a busy machine a transfer may be over before its node dies."""
+    for seed in range(first_seed, first_seed + ATTEMPTS):
+        if await strike(seed):
+            return
+    raise AssertionError(f"none of {ATTEMPTS} failures was counted")
+
+
 def test_prefill_node_killed_while_streaming(bench: Bench) -> None:
-    async def scenario() -> None:
-        prompt, name = bench.prompt(LONG, seed=1), bench.name()
+    async def strike(seed: int) -> bool:
+        prompt, name = bench.prompt(LONG, seed=seed), bench.name()
         before = {node: (await bench.describe(node)).load.ingress_bytes_total for node in ("decode0", "decode1")}
         running = start(bench, prompt, name)
 
@@ -86,12 +102,14 @@ def test_prefill_node_killed_while_streaming(bench: Bench) -> None:
         done = await running
         record = await bench.record(name)
         assert done.token_ids == bench.expected(prompt)
-        assert record["fallbacks"], "the failure must have been counted"
-        assert record["prefill_node"] == "near"
-        assert record["bytes"] < 870_000 - MARK_LANDED + 300_000, "what had landed must not travel again"
         await bench.restart("far")
+        if not record["fallbacks"]:
+            return False
+        assert record["prefill_node"] == "near"
+        assert record["bytes"] < LONG_BYTES - MARK_LANDED + 300_000, "what had landed must not travel again"
+        return True
 
-    bench.run(scenario(), 180.0)
+    bench.run(_until_in_the_middle(strike, first_seed=100), 280.0)
 
 
 def test_connections_cut_while_streaming(bench: Bench, relay: Proxy) -> None:
@@ -108,7 +126,7 @@ def test_connections_cut_while_streaming(bench: Bench, relay: Proxy) -> None:
         assert done.token_ids == bench.expected(prompt)
         assert (record["prefill_node"], record["fallbacks"]) == ("far", [])
 
-    bench.run(scenario(), 180.0)
+    bench.run(scenario(), 280.0)
 
 
 async def _reached(relay: Proxy, size: int) -> bool:
@@ -116,8 +134,8 @@ async def _reached(relay: Proxy, size: int) -> bool:
 
 
 def test_decode_node_killed_before_the_first_token(bench: Bench) -> None:
-    async def scenario() -> None:
-        prompt, name = bench.prompt(LONG, seed=3), bench.name()
+    async def strike(seed: int) -> bool:
+        prompt, name = bench.prompt(LONG, seed=seed), bench.name()
         before = {node: (await bench.describe(node)).load.ingress_bytes_total for node in ("decode0", "decode1")}
         running = start(bench, prompt, name)
         victim = ""
@@ -134,16 +152,19 @@ def test_decode_node_killed_before_the_first_token(bench: Bench) -> None:
         done = await running
         record = await bench.record(name)
         assert done.token_ids == bench.expected(prompt)
-        assert record["decode_node"] != victim
-        assert record["fallbacks"]
         await bench.restart(victim)
+        if not record["fallbacks"]:
+            return False
+        assert record["decode_node"] != victim
+        return True
 
-    bench.run(scenario(), 180.0)
+    bench.run(_until_in_the_middle(strike, first_seed=200), 280.0)
 
 
 def test_client_leaves_during_prefill(bench: Bench) -> None:
     async def scenario() -> None:
-        prompt = bench.prompt(6000, seed=4)
+        prompt = bench.prompt(LONGEST, seed=4)
+        sent = (await bench.describe("far")).load.egress_bytes_total
         running = start(bench, prompt, bench.name())
 
         async def reserved() -> bool:
@@ -157,10 +178,9 @@ def test_client_leaves_during_prefill(bench: Bench) -> None:
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
-        started = asyncio.get_running_loop().time()
         await bench.wait_idle()
-        # 6,000 tokens take seconds to prefill: both legs must have stopped, not finished.
-        assert asyncio.get_running_loop().time() - started < 2.0
+        sent = (await bench.describe("far")).load.egress_bytes_total - sent
+        assert sent < LONGEST * LONG_BYTES / LONG / 2, "both legs must have stopped, not finished"
 
     bench.run(scenario())
 
@@ -195,7 +215,7 @@ def test_an_engine_that_is_killed_finds_the_prefix_cache_again(bench: Bench) -> 
         assert (record["prefill_node"], record["cached"]) == ("far", 640)
         assert done.token_ids == bench.expected([*prompt, *bench.prompt(700, seed=7)])
 
-    bench.run(scenario(), 180.0)
+    bench.run(scenario(), 280.0)
 
 
 def test_without_any_prefill_node_the_decode_node_does_it(bench: Bench) -> None:
@@ -210,7 +230,7 @@ def test_without_any_prefill_node_the_decode_node_does_it(bench: Bench) -> None:
         assert (record["target"], record["reason"]) == ("decode", "no_prefill")
         await bench.restart("far", "near")
 
-    bench.run(scenario(), 180.0)
+    bench.run(scenario(), 280.0)
 
 
 async def _both_down(bench: Bench) -> bool:
@@ -250,7 +270,7 @@ def test_a_decode_node_that_is_told_to_end_finishes_its_stream_and_takes_nothing
         assert await node.process.stop(30.0) == 0
         await bench.restart(leaving)
 
-    bench.run(scenario(), 180.0)
+    bench.run(scenario(), 280.0)
 
 
 def test_sigterm_lets_streams_finish_and_refuses_new_ones(models: Models, tmp_path: Path) -> None:

@@ -98,17 +98,21 @@ def test_a_prefix_that_left_memory_is_hit_on_disk(bench: Bench) -> None:
 
 def test_a_prefix_outlives_the_node(bench: Bench) -> None:
     async def scenario() -> None:
-        prompt = bench.prompt(LENGTH, seed=2)
-        await served(bench, prompt)
-        await bench.crowd_out("far")
-        assert await media(bench, prompt) == {pb.MEDIUM_SSD}
-        await bench.kill("far")
-        await reborn(bench)
-        seen = await ssd(bench)
-        assert seen.events["recovered"] == seen.blocks > 0
-        assert seen.bytes <= seen.capacity_bytes
-        await bench.wait_until_heard("far", prompt, CACHED)
-        record = await served(bench, prompt)
+        for seed in range(200, 200 + ATTEMPTS):  # a read that is given up is counted, and proves nothing
+            prompt = bench.prompt(LENGTH, seed=seed)
+            await served(bench, prompt)
+            await bench.crowd_out("far")
+            assert await media(bench, prompt) == {pb.MEDIUM_SSD}
+            await bench.kill("far")
+            await reborn(bench)
+            seen = await ssd(bench)
+            assert seen.events["recovered"] == seen.blocks > 0
+            assert seen.bytes <= seen.capacity_bytes
+            await bench.wait_until_heard("far", prompt, CACHED)
+            record = await served(bench, prompt)
+            if record["cached"]:
+                break
+            assert await bench.reads_given_up("far") > 0
         assert (record["prefill_node"], record["reason"], record["cached"]) == ("far", "remote_prefix", CACHED)
         seen = await ssd(bench)
         assert (seen.promotions["ok"], seen.events["corrupt"]) == (1, 0)

@@ -124,10 +124,18 @@ class Stage:
             await asyncio.gather(*clients)
         assert self.asked >= before + len(clients)
 
-    async def records(self) -> dict[str, dict[str, Any]]:
-        async with self.http.get(f"{self.system.api_url}/prfaas/requests") as answer:
-            lines = (await answer.text()).splitlines()
-        return {record["id"]: record for record in map(json.loads, lines)}
+    async def records(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Those of requests that have been answered: a gateway writes them after the last byte."""
+        found: dict[str, dict[str, Any]] = {}
+
+        async def written() -> bool:
+            async with self.http.get(f"{self.system.api_url}/prfaas/requests") as answer:
+                lines = (await answer.text()).splitlines()
+            found.update((record["id"], record) for record in map(json.loads, lines))
+            return found.keys() >= set(names)
+
+        await self.until(written)
+        return found
 
     async def load(self) -> GatewayLoad:
         async with self.http.get(f"{self.system.api_url}/prfaas/load") as answer:

@@ -50,6 +50,7 @@ def test_compressed_kvcache_gives_the_same_tokens(lossless: Bench) -> None:
         prompt = bench.prompt(1025, seed=1)
         for length in (385, 1025):
             name = bench.name()
+            await bench.until_link_takes(length)
             done = await bench.generate(prompt[:length], name=name)
             record = await bench.record(name)
             assert done.token_ids == bench.expected(prompt[:length])
@@ -70,6 +71,7 @@ def test_quantised_kvcache_is_said_to_be_and_reaches_no_other_request(quantised:
         prompt = bench.prompt(641, seed=2)
         for _ in range(2):  # the second finds nothing of the first on the decode node
             name = bench.name()
+            await bench.until_link_takes(641)
             done = await bench.generate(prompt, name=name)
             record = await bench.record(name)
             assert len(done.token_ids) == 16

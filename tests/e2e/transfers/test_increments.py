@@ -1,6 +1,5 @@
 """A conversation that began in another datacenter comes home: its decode node computes what each turn adds. Tokens stay equal."""
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +11,7 @@ pytestmark = pytest.mark.e2e
 
 TURNS = 6
 NEW_TOKENS = 60
-NEWS_S = 0.5  # a gateway hears of an answer's blocks a moment after the answer has ended
+BLOCK = 64
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +34,10 @@ def test_later_turns_are_computed_at_home(bench: Bench) -> None:
             assert done.token_ids == bench.expected(talk, 40)
             assert (record["fallbacks"], record["decode_node"]) == ([], "decode0")
             places.append((record["route"], record["reason"], record["bytes"] > 0))
-            talk = [*talk, *done.token_ids, *bench.prompt(NEW_TOKENS, seed=100 + turn)]
-            await asyncio.sleep(NEWS_S)
+            talk = [*talk, *done.token_ids]
+            await bench.wait_until_heard("decode0", talk, (len(talk) - 1) // BLOCK * BLOCK)
+            await bench.wait_idle()
+            talk += bench.prompt(NEW_TOKENS, seed=100 + turn)
         assert places[0] == ("remote", "long", True)
         assert places[1:] == [("local", "held", False)] * (TURNS - 1)
 
@@ -47,6 +48,7 @@ def test_what_is_held_by_nobody_travels_as_before(bench: Bench) -> None:
     async def scenario() -> None:
         for num_tokens, route in ((200, "local"), (901, "remote")):
             prompt, name = bench.prompt(num_tokens, seed=num_tokens + 5), bench.name()
+            await bench.until_link_takes(num_tokens)
             done = await bench.generate(prompt, name=name)
             record = await bench.record(name)
             assert done.token_ids == bench.expected(prompt)

@@ -56,6 +56,7 @@ def test_to_the_home_cluster(bench: Bench) -> None:
         assert (record["route"], record["prefill_node"], record["fetched_from"]) == ("local", "near", "far")
         assert record["cached"] == CACHED
         # It is there now.
+        await bench.wait_until_heard("near", prompt, CACHED)
         record = await served(bench, [*prompt[:PREFIX], 7, 8, 9])
         assert (record["prefill_node"], record["fetched_from"], record["cached"]) == ("near", "", CACHED)
 

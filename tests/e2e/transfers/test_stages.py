@@ -15,6 +15,7 @@ pytestmark = pytest.mark.e2e
 
 LONG = 2000
 STAGES = 2
+ATTEMPTS = 3
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,7 @@ def is_stage(pid: int) -> bool:
 
 async def answered(bench: Bench, prompt: list[int], *, cached: int = 0) -> None:
     name = bench.name()
+    await bench.until_link_takes(len(prompt))
     done = await bench.generate(prompt, name=name)
     record = await bench.record(name)
     assert done.token_ids == await asyncio.to_thread(bench.expected, prompt)
@@ -89,8 +91,8 @@ def test_a_client_that_leaves_in_the_middle_of_a_prefill(bench: Bench) -> None:
 
 @pytest.mark.parametrize("stage", range(STAGES))
 def test_a_stage_that_is_killed(bench: Bench, stage: int) -> None:
-    async def scenario() -> None:
-        prompt, name = bench.prompt(LONG, seed=30 + stage), bench.name()
+    async def strike(seed: int) -> bool:
+        prompt, name = bench.prompt(LONG, seed=seed), bench.name()
         engine, stages = (await bench.describe("far")).engine_pid, sorted(await stages_of(bench))
         before = (await bench.describe("far")).load.egress_bytes_total
         running = asyncio.create_task(bench.generate(prompt, name=name))
@@ -102,12 +104,19 @@ def test_a_stage_that_is_killed(bench: Bench, stage: int) -> None:
         os.kill(stages[stage], signal.SIGKILL)
         done = await running
         assert done.token_ids == await asyncio.to_thread(bench.expected, prompt)
-        assert (await bench.record(name))["fallbacks"], "the failure must have been counted"
         await bench.wait_for_engine("far", engine, 120.0)
         assert not any(is_stage(pid) for pid in stages)
-        await answered(bench, bench.prompt(500, seed=40 + stage))
+        return bool((await bench.record(name))["fallbacks"])
 
-    bench.run(scenario())
+    async def scenario() -> None:
+        for attempt in range(ATTEMPTS):  # on a busy machine a prefill may be over before its stage dies
+            if await strike(300 + 10 * attempt + stage):
+                break
+        else:
+            raise AssertionError(f"none of {ATTEMPTS} failures was counted")
+        await answered(bench, bench.prompt(500, seed=70 + stage))
+
+    bench.run(scenario(), 280.0)
 
 
 def test_an_engine_that_is_killed_takes_its_stages_with_it(bench: Bench) -> None:

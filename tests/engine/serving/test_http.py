@@ -174,11 +174,14 @@ def test_request_id_is_kept_if_it_is_one():
 
 def test_more_requests_than_allowed_get_503():
     async def scenario(node):
-        slow = [asyncio.create_task(node.tokens(random_tokens(5), 100)) for _ in range(2)]
+        slow = [asyncio.create_task(node.tokens(random_tokens(5), 4000)) for _ in range(2)]  # for over a minute
         await until(lambda: node.service.active == 2)
         status, answer = await node.post(prompt="x")
         assert (status, answer["error"]["code"]) == (503, "queue_full")
-        await asyncio.gather(*slow)
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        await until(lambda: not node.service.active)
         assert (await node.post(prompt="x"))[0] == 200
 
     serve(scenario, emulated(decode_step_s=0.02), max_requests=2)

@@ -30,7 +30,8 @@ from tests.planner.service.test_process import config_file, started
 from tests.planner.service.worlds import LAW, PATIENCE_S, SOON, FakeGateway, Nodes, config_for, fake_gateway, on_loop
 
 pytestmark = pytest.mark.long
-LEASE_S = 2.0
+LEASE_S = 6.0
+CALL_S = 3.0
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def etcd(tmp_path: Path) -> Iterator[RealEtcd]:
 async def service(etcd: RealEtcd, folder: Path, gateway: FakeGateway, name: str) -> AsyncIterator[FleetPlanService]:
     asked = EtcdConfig(endpoints=(etcd.endpoint,))
     config = config_for(folder / name, gateways=(gateway.url,), etcd=asked)
-    store = PlansInEtcd(asked, name, EtcdClient(asked, call_s=1.0), LEASE_S)
+    store = PlansInEtcd(asked, name, EtcdClient(asked, call_s=CALL_S), LEASE_S)
     async with taking_part(replace(config, controller=replace(SOON, tick_s=0.05)), store=store) as found:
         yield found
 
@@ -188,7 +189,7 @@ async def one_leads_after_an_unforeseen_error(etcd: RealEtcd, folder: Path) -> N
 
     async with fake_gateway() as gateway:
         asked = EtcdConfig(endpoints=(etcd.endpoint,))
-        store = PlansInEtcd(asked, "a", EtcdClient(asked, call_s=1.0), LEASE_S)
+        store = PlansInEtcd(asked, "a", EtcdClient(asked, call_s=CALL_S), LEASE_S)
         announced = AnnouncedLedger(Ledger())
         config = config_for(folder, gateways=(gateway.url,))
 

@@ -20,7 +20,7 @@ from planner.service.app import PlanEndpoints
 from planner.service.gateways import Gateways
 from planner.service.server import PlanService, leading
 from planner.solve.control.readings import Readings, Units
-from tests.planner.service.worlds import SOON, FakeGateway, config_for, on_loop
+from tests.planner.service.worlds import PATIENCE_S, SOON, FakeGateway, config_for, on_loop
 from transport.control.certificates import Authority
 from transport.path.holders import HolderPlaces
 from transport.peers.name import PeerName, PeerRole
@@ -182,7 +182,7 @@ def test_the_service_tells_its_key_to_gateways_alone(role: PeerRole, site: Site)
     async def asked() -> None:
         async with answering(site.by_role[role]) as (url, heard), aiohttp.ClientSession() as http:
             trusted = AskedServers(site.by_role[PeerRole.PLANNER], SERVE_LOAD)
-            gateways = Gateways((url,), 5.0, "a-key", trusted)
+            gateways = Gateways((url,), PATIENCE_S, "a-key", trusted)
             loads = await gateways.poll(http, Readings(Units(time=1.0, tokens=1.0, bytes=1.0)))
             is_gateway = role is PeerRole.GATEWAY
             assert (len(loads), heard["Bearer a-key"]) == ((1, 1) if is_gateway else (0, 0))

@@ -27,7 +27,7 @@ from planner.solve.control.controller import ControllerConfig
 from planner.solve.control.ledger import PlanLimits
 from tests.planner.conftest import CONFIGS
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 SOON = ControllerConfig(tick_s=1.0, warmup_s=0.0, min_requests=200, cooldown_s=10.0)
 LAW = np.exp(np.random.default_rng(0).normal(9.9, 1.0, 4000)).clip(128, 131_072)
 

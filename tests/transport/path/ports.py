@@ -23,3 +23,11 @@ def free_port() -> int:
                 continue
             return port
     raise OSError(f"none of {TRIES} ports is free")
+
+
+def free_ports(count: int) -> list[int]:
+    """So many, each another one."""
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(free_port())
+    return list(found)

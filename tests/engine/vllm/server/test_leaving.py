@@ -20,8 +20,9 @@ def engine(how):
     import math
     from engine.vllm.server.leaving import leave_at_once
     math.apart = Apart()
-    words = ["last word"]
+    words, closed = ["last word"], threading.Event()
     def send():
+        closed.wait()
         time.sleep(0.2)
         print(words[0], flush=True)
         words.clear()
@@ -38,6 +39,8 @@ def engine(how):
             raise ValueError("how it failed")
         if how == "refused later":
             sys.exit(3)
+        if how != "failed":  # which waits for no word
+            closed.set()
 
 if __name__ == "__main__":
     process = multiprocessing.get_context("spawn").Process(target=engine, args=(sys.argv[1],))
@@ -62,7 +65,7 @@ def test_it_is_not_taken_apart_once_it_has_ended_in_order(tmp_path: Path, how: s
     script.write_text(SERVER)
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     ended = subprocess.run(
-        [sys.executable, str(script), how], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, str(script), how], env=environment, capture_output=True, text=True, timeout=240
     )
     assert sorted(ended.stdout.splitlines()) == said
     assert ("how it failed" in ended.stderr) == (how in ("failed", "failed later"))
