@@ -177,7 +177,7 @@ class PrefixCache:
         if pinned in self._holds:
             _take_over(self._holds, self._tree, pinned, hold, cached // self.layout.block_size, now)
         self._tree.lock_prefix(hold, cached, purpose)
-        hit_end = hold.nodes[-1].hash if hold.nodes else None
+        hit_end = hold.hashes[hold.locked - 1] if hold.locked else None
         self._holds[request_id] = hold
         try:
             lengths = _snapshot_lengths(self.layout, self._snapshots, num_tokens, hit, purpose, hints)
@@ -231,8 +231,8 @@ class PrefixCache:
         hold = self._holds[request_id] = ReservedPages(request_id, list(hashes[: num_tokens // block_size]), num_tokens)
         while self._holds.get(request_id) is hold:
             blocks = self.reusable(hold.hashes, num_tokens, purpose) // block_size
-            hold.pages_ahead += self._tree.lock_path(hold, min(blocks, len(hold.nodes) + step))
-            if len(hold.nodes) >= blocks:
+            hold.pages_ahead += self._tree.lock_path(hold, min(blocks, hold.locked + step))
+            if hold.locked >= blocks:
                 return
             yield
 
@@ -269,9 +269,7 @@ class PrefixCache:
         hold = self._holds.get(request_id)
         if hold is None:
             return
-        own = hold.own_pages()
-        hold.own_blocks, hold.own_windows, hold.own_states = [], {}, {}
-        self._tree.pool.free(own)
+        self._tree.pool.free(hold.let_go())
         for _ in self._tree.unlock_steps(hold, now, step):
             yield
             if self._holds.get(request_id) is not hold:
@@ -326,12 +324,12 @@ def _take_over(
 ) -> None:
     """Locks of a hold become those of another, which shares so many blocks: fewer, if a state has left meanwhile."""
     before = holds[pinned]
-    shared = min(blocks, len(before.nodes))
+    shared = min(blocks, before.locked)
     if shared and before.hashes[shared - 1] != hold.hashes[shared - 1]:
         raise ValueError(f"{pinned!r} holds another prompt")
     del holds[pinned]
     tree.unlock_from(before, shared, now)
-    hold.nodes = before.nodes
+    hold.path, hold.locked = before.path, before.locked
 
 
 def _snapshot_lengths(
