@@ -29,7 +29,7 @@ class BlockRun:
         self.pages = pages  # block after block, of each those of all full-attention groups
         self.parent = parent
         self.at = at
-        self.first = 0 if parent is None else parent.first + at  # its first block's place in a prompt
+        self.first: int = 0 if parent is None else parent.first + at  # its first block's place in a prompt
         self.holds: dict[int, int] = {}  # by how many of its blocks they use
         self.forks: dict[int, int] = {}  # by how many of its blocks come before them
         self.stamp = stamp  # the last check of the cache that has seen it (integrity.py)

@@ -218,7 +218,8 @@ class IntegrityCheck:
             raise IntegrityError(f"pages lost or held twice: {wrong[:8].tolist()} ({wrong.size} in all)")
         if self._found_evictable != self._evictable_pages:
             raise IntegrityError(f"{self._found_evictable} pages are evictable, {self._evictable_pages} were counted")
-        for item, more in (*((run, more) for (run, _), more in self._uses.items()), *self._locks.items()):
+        items: list[tuple[Item, int]] = [(run, more) for (run, _), more in self._uses.items()]
+        for item, more in (*items, *self._locks.items()):
             if more and item.stamp < self._number:
                 raise IntegrityError(f"{item!r} is in use but not cached")
             if more:
