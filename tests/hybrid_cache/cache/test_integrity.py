@@ -14,8 +14,8 @@ from tests.hybrid_cache.builders import FULL, STATE, make_layout, prefill, reser
 
 
 class Books:
-    """Three blocks in a row, the last with a state, another one after two of them, and a request that holds the first block
-    and two pages of its own.
+    """Three blocks in a row, the last with a state; another block after two of them. A request holds the first block and two
+    pages of its own.
     """
 
     def __init__(self) -> None:
