@@ -6,7 +6,7 @@ block is done in C, for a run at a time.
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Generator, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any, Final
 
@@ -118,7 +118,7 @@ class PrefixTree:
             run = self._blocks[hold.hashes[hold.locked]]
             if self._check is not None:
                 self._check.keep((run,))
-            stop = self._left_at(run, hold.hashes, hold.locked, blocks) - run.first
+            stop = _left_at(self._blocks, run, hold.hashes, hold.locked, blocks) - run.first
             is_offered = stop == len(run.hashes) and run.is_tail_free
             before = hold.path.pop()[1] if hold.path and hold.path[-1][0] is run else 0
             unlocked += run.move_hold(before, stop)
@@ -128,13 +128,6 @@ class PrefixTree:
                 self._eviction.withdraw(run.hashes[-1])
         self.evictable_pages -= unlocked * self._width
         return unlocked * self._width
-
-    def _left_at(self, run: BlockRun, hashes: Sequence[bytes], start: int, most: int) -> int:
-        """Where a path of cached blocks, of the run from `start` on, leaves it, or reaches `most`."""
-        end = min(most, run.first + len(run.hashes))
-        if self._blocks[hashes[end - 1]] is run:
-            return end
-        return bisect_left(range(end), True, start, key=lambda index: self._blocks[hashes[index]] is not run)
 
     def _lock_companion(self, hold: ReservedPages, companion: Companion) -> None:
         if self._check is not None:
@@ -289,21 +282,13 @@ class PrefixTree:
         kept, before, wanted = run.kept, len(gone.hashes), FIRST_AT_ONCE
         while num_pages > 0 and len(run.hashes) > kept:
             count = min(wanted, MOST_AT_ONCE, -(-num_pages // self._width), len(run.hashes) - kept)
-            hashes = self._alone(run.hashes[: -count - 1 : -1])
+            hashes = _alone(self._companions, run.hashes[: -count - 1 : -1])
             taken = self._eviction.take_path(hashes, now) if hashes else 0
             self._cut(run, taken, gone)
             if taken < count:
                 break
             num_pages, wanted = num_pages - taken * self._width, 8 * wanted
         return (len(gone.hashes) - before) * self._width
-
-    def _alone(self, hashes: list[bytes]) -> list[bytes]:
-        """The first of these blocks, up to one that has a companion."""
-        for group in self._companion_groups:
-            held = self._companions[group]
-            if held and not held.keys().isdisjoint(hashes):
-                del hashes[next(index for index, each in enumerate(hashes) if each in held) :]
-        return hashes
 
     def _cut(self, run: BlockRun, count: int, gone: _Gone) -> None:
         """Takes out the last blocks of a run."""
@@ -400,7 +385,7 @@ class PrefixTree:
         # Without full attention a block is only a place for companions.
         end: BlockRun | None = run
         while end is not None and not self._width:
-            while end.is_tail_free and not self._has_companions(end.hashes[-1]):
+            while end.is_tail_free and not _are_held(self._companions, end.hashes[-1]):
                 self._keep_leaving(end)
                 self._cut(end, 1, _Gone())
             if end.hashes or end not in self._runs:
@@ -415,5 +400,23 @@ class PrefixTree:
         self._check.keep([companion for companion in held if companion is not None])
         self._check.keep((run,))
 
-    def _has_companions(self, block_hash: bytes) -> bool:
-        return any(block_hash in self._companions[group] for group in self._companion_groups)
+
+def _left_at(blocks: Mapping[bytes, BlockRun], run: BlockRun, hashes: Sequence[bytes], start: int, most: int) -> int:
+    """Where a path of cached blocks, of the run from `start` on, leaves it, or reaches `most`."""
+    end = min(most, run.first + len(run.hashes))
+    if blocks[hashes[end - 1]] is run:
+        return end
+    return bisect_left(range(end), True, start, key=lambda index: blocks[hashes[index]] is not run)
+
+
+def _alone(companions: Sequence[Mapping[bytes, Companion]], hashes: list[bytes]) -> list[bytes]:
+    """The first of these blocks, up to one that has a companion."""
+    for held in companions:
+        if held and not held.keys().isdisjoint(hashes):
+            del hashes[next(index for index, each in enumerate(hashes) if each in held) :]
+    return hashes
+
+
+def _are_held(companions: Sequence[Mapping[bytes, Companion]], block_hash: bytes) -> bool:
+    """Whether a block has companions."""
+    return any(block_hash in held for held in companions)
