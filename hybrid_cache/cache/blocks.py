@@ -21,7 +21,7 @@ class BlockRun:
     at the end; a run without any is no longer in the tree.
     """
 
-    __slots__ = ("at", "first", "forks", "hashes", "holds", "pages", "parent", "stamp")
+    __slots__ = ("at", "first", "forks", "hashes", "holds", "last_fork", "pages", "parent", "stamp")
 
     def __init__(self, hashes: list[bytes], pages: list[int], parent: "BlockRun | None", at: int, stamp: int) -> None:
         """It goes on after `at` blocks of `parent`."""
@@ -32,6 +32,7 @@ class BlockRun:
         self.first: int = 0 if parent is None else parent.first + at  # its first block's place in a prompt
         self.holds: dict[int, int] = {}  # by how many of its blocks they use
         self.forks: dict[int, int] = {}  # by how many of its blocks come before them
+        self.last_fork = 0  # the greatest of those numbers
         self.stamp = stamp  # the last check of the cache that has seen it (integrity.py)
 
     @property
@@ -42,7 +43,7 @@ class BlockRun:
     @property
     def kept(self) -> int:
         """How many of its blocks cannot leave."""
-        return max(self.locked, max(self.forks, default=0))
+        return max(self.locked, self.last_fork)
 
     @property
     def is_tail_free(self) -> bool:
@@ -59,6 +60,10 @@ class BlockRun:
     def add_fork(self, at: int, number: int) -> None:
         """So many more runs go on after `at` of its blocks."""
         _count(self.forks, at, number)
+        if at > self.last_fork:
+            self.last_fork = at
+        elif at == self.last_fork and at not in self.forks:
+            self.last_fork = _greatest_below(at, self.forks)
 
     def __repr__(self) -> str:
         name = self.hashes[0][:4].hex() if self.hashes else "empty"
@@ -88,8 +93,18 @@ Item = BlockRun | Companion
 
 
 def _count(numbers: dict[int, int], at: int, more: int) -> None:
-    """Nothing is counted at 0."""
-    if at and not (number := numbers.get(at, 0) + more):
-        del numbers[at]
-    elif at:
+    """Nothing is counted at 0. Most runs are idle: an empty dictionary takes less room than an emptied one."""
+    if not at:
+        return
+    if number := numbers.get(at, 0) + more:
         numbers[at] = number
+    elif len(numbers) > 1:
+        del numbers[at]
+    else:
+        numbers.clear()
+
+
+def _greatest_below(limit: int, numbers: dict[int, int]) -> int:
+    """The greatest of the numbers, which are all below a limit: mostly one that is near. 0 if there are none."""
+    near = range(limit - 1, max(0, limit - 1 - len(numbers)), -1)
+    return next((number for number in near if number in numbers), None) or max(numbers, default=0)

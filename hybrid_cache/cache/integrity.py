@@ -5,7 +5,6 @@ there was when it began: what is about to change is noted first, if the check ha
 the number of the last check that has seen it, or of the last one before the run came.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Final, NamedTuple, TypeVar
@@ -18,6 +17,7 @@ from hybrid_cache.cache.reservation import ReservedPages
 from hybrid_cache.errors import IntegrityError
 
 STEP: Final = 1024  # blocks or pages that are looked at in one go: less than a millisecond
+BLOCKS_OF_RUN: Final = 8  # that are looked at as fast as what a run has but once
 MOST_HOLDERS: Final = 255  # a page with more is said to have so many
 
 T = TypeVar("T")
@@ -85,10 +85,12 @@ class IntegrityCheck:
         self._holders = np.zeros(pool.num_pages, np.uint8)  # of each page
         self._found_evictable = self._found = 0
         self._kept_runs: list[_KeptRun] = []
+        self._kept_blocks = 0  # of those runs, or what takes as long
         self._kept_companions: list[tuple[Companion, int]] = []
         # Numbers that must come to nothing: of a companion, of a run up to a block.
-        self._locks, self._uses = Counter[Companion](), Counter[tuple[BlockRun, int]]()
-        self._forks = Counter[tuple[BlockRun, int]]()
+        self._locks: dict[Companion, int] = {}
+        self._uses: dict[tuple[BlockRun, int], int] = {}
+        self._forks: dict[tuple[BlockRun, int], int] = {}
         self._wrong = ""
 
     def keep(self, items: Iterable[Item]) -> None:
@@ -100,8 +102,9 @@ class IntegrityCheck:
             item.stamp = number
             if isinstance(item, BlockRun):
                 self._kept_runs.append(
-                    _KeptRun(item, item.hashes.copy(), item.pages.copy(), dict(item.holds), dict(item.forks))
+                    _KeptRun(item, item.hashes.copy(), item.pages.copy(), item.holds.copy(), item.forks.copy())
                 )
+                self._kept_blocks += len(item.hashes) + BLOCKS_OF_RUN
             else:
                 self._kept_companions.append((item, item.locks))
                 self._place(item)
@@ -114,12 +117,11 @@ class IntegrityCheck:
             yield
         for hold in self._holds:
             yield from self._look_at_hold(hold)
-        for runs in self._parts(self._runs):
-            for run in runs:
-                self.keep((run,))
-                if len(self._kept_runs) >= self._step or len(run.hashes) >= self._step:
-                    yield from self._look_at_kept()
-            yield from self._look_at_kept()
+        while self._runs:
+            self.keep((self._runs.pop(),))
+            if self._kept_blocks >= self._step:
+                yield from self._look_at_kept()
+        yield from self._look_at_kept()
         for companions in self._parts(self._companions):
             self.keep(companions)
             yield from self._look_at_kept()
@@ -132,31 +134,34 @@ class IntegrityCheck:
             del items[-self._step :]
 
     def _look_at_kept(self) -> Iterator[None]:
-        looked = 0
+        looked, pages = 0, list[int]()
         while self._kept_runs:
             kept = self._kept_runs.pop()
+            self._kept_blocks -= len(kept.hashes) + BLOCKS_OF_RUN
             for start in range(0, len(kept.hashes), self._step):
                 looked += min(self._step, len(kept.hashes) - start)
-                self._look_at_blocks(kept, start)
+                pages += self._pages_of_blocks(kept, start)
                 if looked >= self._step:
-                    looked = 0
+                    self._count_pages(pages)
+                    looked, pages = 0, []
                     yield
             self._look_at_run(kept)
+            looked += BLOCKS_OF_RUN
         while self._kept_companions:
             some = self._kept_companions[-self._step :]
             del self._kept_companions[-self._step :]
             self._look_at_companions(some)
             yield
-        if looked:
-            yield
+        self._count_pages(pages)
+        yield
 
-    def _look_at_blocks(self, kept: _KeptRun, start: int) -> None:
-        """Some blocks of a run, and those that it still has there: each lies under its hash."""
+    def _pages_of_blocks(self, kept: _KeptRun, start: int) -> Sequence[int]:
+        """Of some blocks of a run. Those of them that it still has lie under their hashes."""
         width = len(kept.pages) // len(kept.hashes)
-        self._count_pages(kept.pages[start * width : (start + self._step) * width])
         here = kept.run.hashes[start : start + self._step]
         if any(self._table.get(block_hash) is not kept.run for block_hash in here):
             self._wrong = self._wrong or f"a block of {kept.run!r} is not under its hash"
+        return kept.pages[start * width : (start + self._step) * width]
 
     def _look_at_run(self, kept: _KeptRun) -> None:
         run, blocks = kept.run, len(kept.hashes)
@@ -165,11 +170,11 @@ class IntegrityCheck:
         if not blocks or max((*kept.holds, *kept.forks), default=0) > blocks:
             self._wrong = self._wrong or f"blocks of {run!r} are in use and not there"
         for stop, holds in kept.holds.items():
-            self._uses[run, stop] += holds
+            _add(self._uses, (run, stop), holds)
         for at, forks in kept.forks.items():
-            self._forks[run, at] += forks
+            _add(self._forks, (run, at), forks)
         if run.parent is not None:
-            self._forks[run.parent, run.at] -= 1
+            _add(self._forks, (run.parent, run.at), -1)
 
     def _place(self, item: Companion) -> None:
         """Every companion lies where its key says."""
@@ -184,9 +189,9 @@ class IntegrityCheck:
                 if some != hold.hashes[run.first + start : run.first + start + len(some)] or len(used) < stop:
                     raise IntegrityError(f"reservation {hold.request_id!r} locks a path that is not its own")
                 yield
-            self._uses[run, stop] -= 1
+            _add(self._uses, (run, stop), -1)
         for companion in hold.companions:
-            self._locks[companion] -= 1
+            _add(self._locks, companion, -1)
         for start in range(0, len(hold.own_pages), self._step):
             self._count_pages(hold.own_pages[start : start + self._step])
             yield
@@ -196,7 +201,7 @@ class IntegrityCheck:
         self._found += len(looked)
         for companion, locks in looked:
             if locks:
-                self._locks[companion] += locks
+                _add(self._locks, companion, locks)
             else:
                 self._found_evictable += len(companion.pages)
 
@@ -220,12 +225,18 @@ class IntegrityCheck:
             raise IntegrityError(f"{self._found_evictable} pages are evictable, {self._evictable_pages} were counted")
         items: list[tuple[Item, int]] = [(run, more) for (run, _), more in self._uses.items()]
         for item, more in (*items, *self._locks.items()):
-            if more and item.stamp < self._number:
+            if item.stamp < self._number:
                 raise IntegrityError(f"{item!r} is in use but not cached")
-            if more:
-                raise IntegrityError(f"{item!r} is locked {more:+d} times more than it is used")
+            raise IntegrityError(f"{item!r} is locked {more:+d} times more than it is used")
         for (run, at), more in self._forks.items():
-            if more and run.stamp < self._number:
+            if run.stamp < self._number:
                 raise IntegrityError(f"{run!r} is not there and has orphans")
-            if more:
-                raise IntegrityError(f"{run!r} counts {more:+d} runs more than go on after {at} of its blocks")
+            raise IntegrityError(f"{run!r} counts {more:+d} runs more than go on after {at} of its blocks")
+
+
+def _add(balance: dict[T, int], item: T, number: int) -> None:
+    """Numbers that must come to nothing: of an item for which they do nothing is left."""
+    if left := balance.get(item, 0) + number:
+        balance[item] = left
+    else:
+        balance.pop(item, None)

@@ -16,7 +16,7 @@ from hybrid_cache.cache.integrity import STEP, IntegrityCheck
 from hybrid_cache.cache.lookup import full_hit
 from hybrid_cache.cache.pool import PagePool
 from hybrid_cache.cache.reservation import Purpose, ReservedPages, block_pages, full_group_parts, rows_of
-from hybrid_cache.errors import OutOfPages
+from hybrid_cache.errors import OutOfPages, UnchainedHashes
 from hybrid_cache.eviction.base import EvictionPolicy
 from hybrid_cache.layout.layout import ModelLayout
 
@@ -114,11 +114,9 @@ class PrefixTree:
         evictable till now.
         """
         unlocked = 0
-        while hold.locked < blocks:
-            run = self._blocks[hold.hashes[hold.locked]]
+        for run, stop in _way(self._blocks, hold, blocks):
             if self._check is not None:
                 self._check.keep((run,))
-            stop = _left_at(self._blocks, run, hold.hashes, hold.locked, blocks) - run.first
             is_offered = stop == len(run.hashes) and run.is_tail_free
             before = hold.path.pop()[1] if hold.path and hold.path[-1][0] is run else 0
             unlocked += run.move_hold(before, stop)
@@ -204,6 +202,8 @@ class PrefixTree:
         start = hold.locked
         if start >= full_blocks:
             return
+        if len(hold.own) < (full_blocks - hold.own_first) * self._width:
+            raise ValueError(f"{hold.request_id!r} has no pages of its own for block {full_blocks - 1}")
         added, pages = hold.hashes[start:full_blocks], hold.take_own(start, full_blocks, self._width)
         run, stop = hold.path.pop() if hold.path else (None, 0)
         if run is not None and self._check is not None:
@@ -401,12 +401,23 @@ class PrefixTree:
         self._check.keep((run,))
 
 
-def _left_at(blocks: Mapping[bytes, BlockRun], run: BlockRun, hashes: Sequence[bytes], start: int, most: int) -> int:
-    """Where a path of cached blocks, of the run from `start` on, leaves it, or reaches `most`."""
-    end = min(most, run.first + len(run.hashes))
-    if blocks[hashes[end - 1]] is run:
-        return end
-    return bisect_left(range(end), True, start, key=lambda index: blocks[hashes[index]] is not run)
+def _way(blocks: Mapping[bytes, BlockRun], hold: ReservedPages, end: int) -> list[tuple[BlockRun, int]]:
+    """What leads on from the path of a hold to its first `end` blocks, all cached: each run with how many blocks of it.
+    Raises UnchainedHashes.
+    """
+    if end <= hold.locked:
+        return []
+    way, (held, used) = [], hold.path[-1] if hold.path else (None, 0)
+    run: BlockRun | None = blocks[hold.hashes[end - 1]]
+    while run is not None:
+        start, stop = used if run is held else 0, end - run.first
+        if run.hashes[start:stop] != hold.hashes[run.first + start : end]:
+            break
+        way.append((run, stop))
+        if run is held or (run.parent is held and run.at == used):
+            return way[::-1]
+        end, run = run.first, run.parent
+    raise UnchainedHashes(f"the first {end} blocks of {hold.request_id!r} are cached, but not one after the other")
 
 
 def _alone(companions: Sequence[Mapping[bytes, Companion]], hashes: list[bytes]) -> list[bytes]:

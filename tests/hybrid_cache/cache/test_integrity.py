@@ -196,3 +196,16 @@ def test_a_check_that_is_given_up_leaves_room_for_another() -> None:
     next(steps)
     steps.close()
     cache.check_integrity()
+
+
+def test_short_runs_are_looked_at_in_steps_as_short_as_those_of_long_ones() -> None:
+    step = 64
+
+    def steps_of(prompts: list[list[int]]) -> int:
+        cache = PrefixCache(make_layout(FULL), 1200)
+        for tokens in prompts:
+            prefill(cache, tokens)
+        return sum(1 for _ in cache.integrity_steps(step))
+
+    one, many = steps_of([list(range(2048))]), steps_of([[0, 0, 0, index] for index in range(512)])
+    assert many >= 3 * one  # what a run has but once is looked at, too
