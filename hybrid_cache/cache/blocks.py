@@ -105,6 +105,6 @@ def _count(numbers: dict[int, int], at: int, more: int) -> None:
 
 
 def _greatest_below(limit: int, numbers: dict[int, int]) -> int:
-    """The greatest of the numbers, which are all below a limit: mostly one that is near. 0 if there are none."""
+    """The greatest of the numbers, which are all below a limit: mostly one that is near. 0 without any."""
     near = range(limit - 1, max(0, limit - 1 - len(numbers)), -1)
     return next((number for number in near if number in numbers), None) or max(numbers, default=0)

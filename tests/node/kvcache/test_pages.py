@@ -373,7 +373,11 @@ def test_hashes_of_several_prompts_are_refused_as_a_bad_request(pages: ArenaPage
     mixed, before = ours[:5] + others[9:15], pages.report()
     with pytest.raises(NodeRefusal, match=r"bad_request: .* not one after the other"):
         pages.reserve("r", mixed, 11 * size, Purpose.LANDING)
+
+    async def waiting() -> None:
+        await pages.reserve_when_free("r", mixed, 11 * size, Purpose.LANDING, 1000.0)
+
     with pytest.raises(NodeRefusal, match="bad_request"):  # at once: nothing that ends makes it another prompt
-        run(pages.reserve_when_free("r", mixed, 11 * size, Purpose.LANDING, 1000.0))
+        run(waiting())
     assert pages.report() == before
     pages.cache.check_integrity()
