@@ -4,6 +4,7 @@ CacheError
 ├── LayoutError            a layout that cannot be built or does not match
 ├── OutOfPages             not enough free or evictable pages; nothing was changed
 ├── DuplicateReservation   the request id already holds a reservation
+├── UnchainedHashes        block hashes that are not those of one prompt; nothing was changed
 ├── UnknownReservation     no such reservation: never made, or ended
 ├── DiskInUse              another process, or another object, uses the disk tier's directory
 └── IntegrityError         the books do not balance: a bug, never an input
@@ -31,6 +32,10 @@ class OutOfPages(CacheError):
 
 class DuplicateReservation(CacheError):
     """The request id already holds a reservation."""
+
+
+class UnchainedHashes(CacheError, ValueError):
+    """Block hashes that are not those of one prompt: each stands for all tokens before it, too."""
 
 
 class UnknownReservation(CacheError, KeyError):

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple, TypeAlias
 
-from hybrid_cache.cache.blocks import Pages
 from hybrid_cache.cache.reservation import ReservedPages
 from hybrid_cache.layout.layout import ModelLayout
 
@@ -33,7 +32,7 @@ def need_of(layout: ModelLayout, hold: ReservedPages, cached: int, lengths: Iter
     windows = []
     for group in layout.window_groups:
         # A landing takes its whole tail from the wire; a prefill finds what lies before `cached` locked.
-        shared = {companion.node.index for companion in hold.companions if companion.group == group}
+        shared = {companion.index for companion in hold.companions if companion.group == group}
         tail = {index for length in lengths for index in layout.window_blocks(group, length)}
         windows += [(group, index) for index in sorted(tail - shared)]
     return Need(first, stop, windows, [(group, length) for group in layout.state_groups for length in lengths])
@@ -41,8 +40,8 @@ def need_of(layout: ModelLayout, hold: ReservedPages, cached: int, lengths: Iter
 
 def deal(layout: ModelLayout, hold: ReservedPages, need: Need, pages: Sequence[int]) -> None:
     """Gives a request the pages that it needs."""
-    hold.first_own = need.first
-    hold.own_blocks = _blocks_of(layout, pages, need.stop - need.first)
+    hold.own_first = need.first
+    hold.own = _by_block(layout, pages, need.stop - need.first)
     if layout.companion_groups:
         full = sum([layout.pages_per_block(group) for group in layout.full_groups])
         rest = iter(pages[(need.stop - need.first) * full :])
@@ -50,12 +49,16 @@ def deal(layout: ModelLayout, hold: ReservedPages, need: Need, pages: Sequence[i
         hold.own_states = {key: tuple(islice(rest, layout.pages_per_block(key[0]))) for key in need.states}
 
 
-def _blocks_of(layout: ModelLayout, pages: Sequence[int], count: int) -> list[Pages]:
+def _by_block(layout: ModelLayout, pages: Sequence[int], count: int) -> list[int]:
     """The first `pages`, dealt out to `count` blocks. Group after group, so that the blocks of one lie side by side."""
-    columns, start = [], 0
+    width = sum([layout.pages_per_block(group) for group in layout.full_groups])
+    if width <= 1:
+        return list(pages[: count * width])
+    dealt, start, place = [0] * (count * width), 0, 0
     for group in layout.full_groups:
         size = layout.pages_per_block(group)
         end = start + count * size
-        columns += [pages[start + offset : end : size] for offset in range(size)]
-        start = end
-    return list(zip(*columns, strict=True)) if columns else [()] * count
+        for offset in range(size):
+            dealt[place + offset :: width] = pages[start + offset : end : size]
+        start, place = end, place + size
+    return dealt

@@ -1,28 +1,27 @@
-"""Checks a cache: every page has one holder, every lock a reservation, every block its parent.
+"""Checks a cache: every page has one holder, every lock a reservation, every run the one it goes on from.
 
-A check of a million blocks takes most of a second, so it is made in steps, between which the cache may change. It judges what
-there was when it began: what is about to change is noted first, if the check has not come to it (`keep`). A block's stamp is
-the number of the last check that has seen it, or of the last one before the block came.
+A check of a million blocks takes some time, so it is made in steps, between which the cache may change. It judges what
+there was when it began: what is about to change is noted first, if the check has not come to it (`keep`). A run's stamp is
+the number of the last check that has seen it, or of the last one before the run came.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
-from hybrid_cache.cache.blocks import BlockNode, Companion, Item
+from hybrid_cache.cache.blocks import BlockRun, Companion, Item
 from hybrid_cache.cache.pool import PagePool
 from hybrid_cache.cache.reservation import ReservedPages
 from hybrid_cache.errors import IntegrityError
 
-STEP: Final = 1024  # blocks or pages that are looked at in one go: a millisecond
-PARTS: Final = 256
+STEP: Final = 1024  # blocks or pages that are looked at in one go: less than a millisecond
+BLOCKS_OF_RUN: Final = 8  # that are looked at as fast as what a run has but once
 MOST_HOLDERS: Final = 255  # a page with more is said to have so many
 
 T = TypeVar("T")
-Nodes = Mapping[bytes, BlockNode]
+Blocks = Mapping[bytes, BlockRun]
 Companions = Sequence[Mapping[bytes, Companion]]
 
 
@@ -31,9 +30,25 @@ class _Hold(NamedTuple):
 
     request_id: str
     hashes: Sequence[bytes]
-    nodes: Sequence[BlockNode]
+    path: Sequence[tuple[BlockRun, int]]
+    used: Sequence[Sequence[bytes]]  # the blocks of that path, run by run
     companions: Sequence[Companion]
-    own_pages: Sequence[Sequence[int]]
+    own_pages: Sequence[int]
+
+
+class _KeptRun(NamedTuple):
+    """A run as it was when the check began."""
+
+    run: BlockRun
+    hashes: Sequence[bytes]
+    pages: Sequence[int]
+    holds: Mapping[int, int]
+    forks: Mapping[int, int]
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages of blocks that no request uses."""
+        return len(self.pages) - max(self.holds, default=0) * (len(self.pages) // max(1, len(self.hashes)))
 
 
 class IntegrityCheck:
@@ -42,7 +57,8 @@ class IntegrityCheck:
     def __init__(
         self,
         number: int,
-        nodes: Nodes,
+        blocks: Blocks,
+        runs: Collection[BlockRun],
         companions: Companions,
         holds: Collection[ReservedPages],
         pool: PagePool,
@@ -53,47 +69,61 @@ class IntegrityCheck:
         """`number` is above the stamps of all that is there."""
         self._step = step
         self._number = number
-        self._table, self._tables = nodes, companions
-        self._nodes = list(nodes.values())
+        self._table, self._tables = blocks, companions
+        self._runs = list(runs)
         self._companions = [companion for group in companions for companion in group.values()]
         self._holds = [
             _Hold(
-                hold.request_id, hold.hashes, list(hold.nodes), list(hold.companions),
-                [*hold.own_blocks, *hold.own_windows.values(), *hold.own_states.values()],
+                hold.request_id, hold.hashes, list(hold.path), [run.hashes[:stop] for run, stop in hold.path],
+                list(hold.companions), hold.own_pages(),
             )
             for hold in holds
         ]  # fmt: skip
-        self._listed = len(self._nodes) + len(self._companions)
+        self._listed = len(blocks) + len(self._companions)
         self._free = pool.free_pages()
         self._evictable_pages = evictable_pages
         self._holders = np.zeros(pool.num_pages, np.uint8)  # of each page
         self._found_evictable = self._found = 0
-        self._kept: list[tuple[Item, int, int]] = []
-        self._locks, self._children = _Balance[Item](), _Balance[bytes]()
+        self._kept_runs: list[_KeptRun] = []
+        self._kept_blocks = 0  # of those runs, or what takes as long
+        self._kept_companions: list[tuple[Companion, int]] = []
+        # Numbers that must come to nothing: of a companion, of a run up to a block.
+        self._locks: dict[Companion, int] = {}
+        self._uses: dict[tuple[BlockRun, int], int] = {}
+        self._forks: dict[tuple[BlockRun, int], int] = {}
         self._wrong = ""
 
     def keep(self, items: Iterable[Item]) -> None:
-        """These are about to change: locks, children, or that they are there at all."""
+        """These are about to change: locks, forks, blocks, or that they are there at all."""
         number = self._number
         for item in items:
-            if item.stamp < number:
-                item.stamp = number
-                self._kept.append((item, item.locks, item.children if isinstance(item, BlockNode) else 0))
+            if item.stamp >= number:
+                continue
+            item.stamp = number
+            if isinstance(item, BlockRun):
+                self._kept_runs.append(
+                    _KeptRun(item, item.hashes.copy(), item.pages.copy(), item.holds.copy(), item.forks.copy())
+                )
+                self._kept_blocks += len(item.hashes) + BLOCKS_OF_RUN
+            else:
+                self._kept_companions.append((item, item.locks))
                 self._place(item)
 
     def run(self) -> Iterator[None]:
         """Looks at everything, step by step. Raises IntegrityError."""
-        yield  # what there is has been listed: some milliseconds for a million blocks
+        yield  # what there is has been listed
         for pages in self._parts(self._free):
-            self._count_pages([pages])
+            self._count_pages(pages)
             yield
         for hold in self._holds:
             yield from self._look_at_hold(hold)
-        for nodes in self._parts(self._nodes):
-            self._look_at_nodes(self._fresh(nodes))
-            yield from self._look_at_kept()
+        while self._runs:
+            self.keep((self._runs.pop(),))
+            if self._kept_blocks >= self._step:
+                yield from self._look_at_kept()
+        yield from self._look_at_kept()
         for companions in self._parts(self._companions):
-            self._look_at_companions(self._fresh(companions))
+            self.keep(companions)
             yield from self._look_at_kept()
         self._conclude()
 
@@ -103,77 +133,80 @@ class IntegrityCheck:
             yield items[-self._step :]
             del items[-self._step :]
 
-    def _fresh(self, items: Sequence[Item]) -> list[tuple[Item, int, int]]:
-        """Those that were not kept, as they are."""
-        number = self._number
-        fresh = [item for item in items if item.stamp < number]
-        for item in fresh:
-            item.stamp = number
-            self._place(item)
-        return [(item, item.locks, item.children if isinstance(item, BlockNode) else 0) for item in fresh]
-
     def _look_at_kept(self) -> Iterator[None]:
-        while self._kept:
-            some, self._kept = self._kept[: self._step], self._kept[self._step :]
-            self._look_at_nodes([each for each in some if isinstance(each[0], BlockNode)])
-            self._look_at_companions([each for each in some if isinstance(each[0], Companion)])
+        looked, pages = 0, list[int]()
+        while self._kept_runs:
+            kept = self._kept_runs.pop()
+            self._kept_blocks -= len(kept.hashes) + BLOCKS_OF_RUN
+            for start in range(0, len(kept.hashes), self._step):
+                looked += min(self._step, len(kept.hashes) - start)
+                pages += self._pages_of_blocks(kept, start)
+                if looked >= self._step:
+                    self._count_pages(pages)
+                    looked, pages = 0, []
+                    yield
+            self._look_at_run(kept)
+            looked += BLOCKS_OF_RUN
+        while self._kept_companions:
+            some = self._kept_companions[-self._step :]
+            del self._kept_companions[-self._step :]
+            self._look_at_companions(some)
             yield
+        self._count_pages(pages)
         yield
 
-    def _place(self, item: Item) -> None:
-        """Every item lies where its key says."""
-        if isinstance(item, BlockNode):
-            if self._table.get(item.hash) is not item:
-                self._wrong = self._wrong or f"{item!r} is not under its hash"
-            return
+    def _pages_of_blocks(self, kept: _KeptRun, start: int) -> Sequence[int]:
+        """Of some blocks of a run. Those of them that it still has lie under their hashes."""
+        width = len(kept.pages) // len(kept.hashes)
+        here = kept.run.hashes[start : start + self._step]
+        if any(self._table.get(block_hash) is not kept.run for block_hash in here):
+            self._wrong = self._wrong or f"a block of {kept.run!r} is not under its hash"
+        return kept.pages[start * width : (start + self._step) * width]
+
+    def _look_at_run(self, kept: _KeptRun) -> None:
+        run, blocks = kept.run, len(kept.hashes)
+        self._found += blocks
+        self._found_evictable += kept.evictable_pages
+        if not blocks or max((*kept.holds, *kept.forks), default=0) > blocks:
+            self._wrong = self._wrong or f"blocks of {run!r} are in use and not there"
+        for stop, holds in kept.holds.items():
+            _add(self._uses, (run, stop), holds)
+        for at, forks in kept.forks.items():
+            _add(self._forks, (run, at), forks)
+        if run.parent is not None:
+            _add(self._forks, (run.parent, run.at), -1)
+
+    def _place(self, item: Companion) -> None:
+        """Every companion lies where its key says."""
         group, block_hash = item.key
-        if self._tables[group].get(block_hash) is not item or self._table.get(block_hash) is not item.node:
-            self._wrong = self._wrong or f"{item!r} is not its node's"
+        if self._tables[group].get(block_hash) is not item or self._table.get(block_hash) is not item.run:
+            self._wrong = self._wrong or f"{item!r} is not its block's"
 
     def _look_at_hold(self, hold: _Hold) -> Iterator[None]:
-        for start in range(0, len(hold.nodes), self._step):
-            nodes = hold.nodes[start : start + self._step]
-            if [node.hash for node in nodes] != list(hold.hashes[start : start + len(nodes)]):
-                raise IntegrityError(f"reservation {hold.request_id!r} locks a path that is not its own")
-            for node in nodes:
-                self._locks.add(node.hash, node, -1)
-            yield
+        for (run, stop), used in zip(hold.path, hold.used, strict=True):
+            for start in range(0, stop, self._step):
+                some = used[start : start + self._step]
+                if some != hold.hashes[run.first + start : run.first + start + len(some)] or len(used) < stop:
+                    raise IntegrityError(f"reservation {hold.request_id!r} locks a path that is not its own")
+                yield
+            _add(self._uses, (run, stop), -1)
         for companion in hold.companions:
-            self._locks.add(companion.node.hash, companion, -1)
+            _add(self._locks, companion, -1)
         for start in range(0, len(hold.own_pages), self._step):
             self._count_pages(hold.own_pages[start : start + self._step])
             yield
 
-    def _look_at_nodes(self, looked: Sequence[tuple[Item, int, int]]) -> None:
-        nodes = [node for node, _, _ in looked if isinstance(node, BlockNode)]
-        self._count_pages([node.pages for node in nodes])
-        self._found += len(nodes)
-        counted = Counter([node.parent for node in nodes])
-        for node, locks, children in looked:
-            assert isinstance(node, BlockNode)
-            if locks:
-                self._locks.add(node.hash, node, locks)
-            else:
-                self._found_evictable += len(node.pages)
-            if children and children != (here := counted.pop(node.hash, 0)):
-                self._children.add(node.hash, node.hash, children - here)
-        counted.pop(None, None)
-        for parent, count in counted.items():
-            assert parent is not None
-            self._children.add(parent, parent, -count)
-
-    def _look_at_companions(self, looked: Sequence[tuple[Item, int, int]]) -> None:
-        self._count_pages([companion.pages for companion, _, _ in looked])
+    def _look_at_companions(self, looked: Sequence[tuple[Companion, int]]) -> None:
+        self._count_pages(list(chain.from_iterable(companion.pages for companion, _ in looked)))
         self._found += len(looked)
-        for companion, locks, _ in looked:
-            assert isinstance(companion, Companion)
+        for companion, locks in looked:
             if locks:
-                self._locks.add(companion.node.hash, companion, locks)
+                _add(self._locks, companion, locks)
             else:
                 self._found_evictable += len(companion.pages)
 
-    def _count_pages(self, held: Sequence[Sequence[int]]) -> None:
-        pages = np.fromiter(chain.from_iterable(held), np.int64)
+    def _count_pages(self, held: Sequence[int]) -> None:
+        pages = np.array(held, np.int64)
         foreign = pages[(pages < 0) | (pages >= self._holders.size)]
         if foreign.size:
             raise IntegrityError(f"page {foreign[0]} is not of this pool")
@@ -182,36 +215,28 @@ class IntegrityCheck:
 
     def _conclude(self) -> None:
         if self._wrong or self._found != self._listed:
-            raise IntegrityError(self._wrong or "a block lies under two hashes")
+            raise IntegrityError(
+                self._wrong or f"{self._found} blocks and states are in runs, {self._listed} are listed"
+            )
         wrong = np.flatnonzero(self._holders != 1)
         if wrong.size:
             raise IntegrityError(f"pages lost or held twice: {wrong[:8].tolist()} ({wrong.size} in all)")
         if self._found_evictable != self._evictable_pages:
             raise IntegrityError(f"{self._found_evictable} pages are evictable, {self._evictable_pages} were counted")
-        for item, more in self._locks.left():
+        items: list[tuple[Item, int]] = [(run, more) for (run, _), more in self._uses.items()]
+        for item, more in (*items, *self._locks.items()):
             if item.stamp < self._number:
                 raise IntegrityError(f"{item!r} is in use but not cached")
             raise IntegrityError(f"{item!r} is locked {more:+d} times more than it is used")
-        for block_hash, more in self._children.left():
-            node = self._table.get(block_hash)
-            if node is None or node.stamp < self._number:
-                raise IntegrityError(f"block {block_hash[:4].hex()} is not there and has orphans")
-            raise IntegrityError(f"{node!r} counts {more:+d} children more than it has")
+        for (run, at), more in self._forks.items():
+            if run.stamp < self._number:
+                raise IntegrityError(f"{run!r} is not there and has orphans")
+            raise IntegrityError(f"{run!r} counts {more:+d} runs more than go on after {at} of its blocks")
 
 
-class _Balance(Generic[T]):
-    """Numbers that must come to nothing for every item, in parts that are each quick to grow."""
-
-    def __init__(self) -> None:
-        self._parts: list[dict[T, int]] = [{} for _ in range(PARTS)]
-
-    def add(self, block_hash: bytes, item: T, number: int) -> None:
-        part = self._parts[block_hash[0]]
-        if sum_ := part.get(item, 0) + number:
-            part[item] = sum_
-        else:
-            part.pop(item, None)
-
-    def left(self) -> Iterator[tuple[T, int]]:
-        for part in self._parts:
-            yield from part.items()
+def _add(balance: dict[T, int], item: T, number: int) -> None:
+    """Numbers that must come to nothing: of an item for which they do nothing is left."""
+    if left := balance.get(item, 0) + number:
+        balance[item] = left
+    else:
+        balance.pop(item, None)

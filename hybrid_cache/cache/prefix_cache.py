@@ -164,7 +164,7 @@ class PrefixCache:
 
         `hashes` are those of the full blocks; blocks without one stay private to the request. Unless it `begins` now, the
         eviction policy hears of the request by `begin_steps`. The locks of a hold named `pinned`, of `pin_steps` for the
-        same prompt, become its own. Raises OutOfPages and DuplicateReservation.
+        same prompt, become its own. Raises OutOfPages, UnchainedHashes and DuplicateReservation.
         """
         if request_id in self._holds:
             raise DuplicateReservation(f"request {request_id!r} already holds a reservation")
@@ -176,10 +176,10 @@ class PrefixCache:
         hold = ReservedPages(request_id, hashes, num_tokens)
         if pinned in self._holds:
             _take_over(self._holds, self._tree, pinned, hold, cached // self.layout.block_size, now)
-        self._tree.lock_prefix(hold, cached, purpose)
-        hit_end = hold.nodes[-1].hash if hold.nodes else None
         self._holds[request_id] = hold
         try:
+            self._tree.lock_prefix(hold, cached, purpose)
+            hit_end = hold.hashes[hold.locked - 1] if hold.locked else None
             lengths = _snapshot_lengths(self.layout, self._snapshots, num_tokens, hit, purpose, hints)
             _allocate_own(self.layout, self._tree, hold, cached, lengths, now)
             if begins:
@@ -208,7 +208,7 @@ class PrefixCache:
     def pin(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose = Purpose.PREFILL) -> int:
         """Locks the longest prefix that a request of `purpose` could reuse, without pages of its own; returns its tokens.
 
-        Ends like a reservation: `release` or `abort`. Raises DuplicateReservation.
+        Ends like a reservation: `release` or `abort`. Raises UnchainedHashes and DuplicateReservation.
         """
         if request_id in self._holds:
             raise DuplicateReservation(f"request {request_id!r} already holds a reservation")
@@ -223,7 +223,7 @@ class PrefixCache:
         self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose, step: int
     ) -> Iterator[None]:
         """Locks the blocks that a request of `purpose` could reuse, so many in a step. Between steps the cache may be used:
-        each one goes on from what is cached then. Ends like a reservation. Raises DuplicateReservation.
+        each one goes on from what is cached then. Ends like a reservation. Raises UnchainedHashes and DuplicateReservation.
         """
         if request_id in self._holds:
             raise DuplicateReservation(f"request {request_id!r} already holds a reservation")
@@ -231,8 +231,8 @@ class PrefixCache:
         hold = self._holds[request_id] = ReservedPages(request_id, list(hashes[: num_tokens // block_size]), num_tokens)
         while self._holds.get(request_id) is hold:
             blocks = self.reusable(hold.hashes, num_tokens, purpose) // block_size
-            hold.pages_ahead += self._tree.lock_path(hold, min(blocks, len(hold.nodes) + step))
-            if len(hold.nodes) >= blocks:
+            hold.pages_ahead += self._tree.lock_path(hold, min(blocks, hold.locked + step))
+            if hold.locked >= blocks:
                 return
             yield
 
@@ -269,9 +269,7 @@ class PrefixCache:
         hold = self._holds.get(request_id)
         if hold is None:
             return
-        own = hold.own_pages()
-        hold.own_blocks, hold.own_windows, hold.own_states = [], {}, {}
-        self._tree.pool.free(own)
+        self._tree.pool.free(hold.let_go())
         for _ in self._tree.unlock_steps(hold, now, step):
             yield
             if self._holds.get(request_id) is not hold:
@@ -326,12 +324,12 @@ def _take_over(
 ) -> None:
     """Locks of a hold become those of another, which shares so many blocks: fewer, if a state has left meanwhile."""
     before = holds[pinned]
-    shared = min(blocks, len(before.nodes))
+    shared = min(blocks, before.locked)
     if shared and before.hashes[shared - 1] != hold.hashes[shared - 1]:
         raise ValueError(f"{pinned!r} holds another prompt")
     del holds[pinned]
     tree.unlock_from(before, shared, now)
-    hold.nodes = before.nodes
+    hold.path, hold.locked = before.path, before.locked
 
 
 def _snapshot_lengths(

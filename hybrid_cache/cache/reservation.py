@@ -3,14 +3,11 @@
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from itertools import accumulate, chain
-from operator import attrgetter
+from itertools import accumulate
 from typing import Final
 
-from hybrid_cache.cache.blocks import BlockNode, Companion, Pages
+from hybrid_cache.cache.blocks import BlockRun, Companion, Pages
 from hybrid_cache.layout.layout import ModelLayout
-
-_pages: Final = attrgetter("pages")
 
 
 class Purpose(Enum):
@@ -45,20 +42,37 @@ class ReservedPages:
     request_id: str
     hashes: list[bytes]
     num_tokens: int
-    nodes: list[BlockNode] = field(default_factory=list)  # the locked path from the root: [0, len(nodes)) blocks
+    path: list[tuple[BlockRun, int]] = field(default_factory=list)  # from the root, each run with how many blocks of it
+    locked: int = 0  # blocks of that path
     companions: list[Companion] = field(default_factory=list)  # locked
-    first_own: int = 0
-    own_blocks: list[Pages] = field(
+    own_first: int = 0
+    own: list[int] = field(
         default_factory=list
-    )  # as `BlockNode.pages`, from block `first_own` on; () once committed
+    )  # as `BlockRun.pages`, from block `own_first` on; what is not committed
+    doubles: list[int] = field(default_factory=list)  # pages of blocks before, which others have committed meanwhile
     own_windows: dict[tuple[int, int], Pages] = field(default_factory=dict)  # (group, block)
     own_states: dict[tuple[int, int], Pages] = field(default_factory=dict)  # (group, length)
     pages_ahead: int = 0  # that were evictable when it locked them in steps
 
     def own_pages(self) -> list[int]:
-        held = list(chain.from_iterable(self.own_blocks))
+        held = self.doubles + self.own
         for owned in (self.own_windows, self.own_states):
             held += [page for pages in owned.values() for page in pages]
+        return held
+
+    def take_own(self, start: int, stop: int, width: int) -> list[int]:
+        """The pages of blocks [start, stop) are its own no longer; those of own blocks before them stay so."""
+        skipped, end = (start - self.own_first) * width, (stop - self.own_first) * width
+        self.doubles += self.own[:skipped]
+        taken = self.own[skipped:end]
+        del self.own[:end]
+        self.own_first = stop
+        return taken
+
+    def let_go(self) -> list[int]:
+        """Its own pages, which it has no longer."""
+        held = self.own_pages()
+        self.own, self.doubles, self.own_windows, self.own_states = [], [], {}, {}
         return held
 
 
@@ -75,8 +89,11 @@ class Reservation:
         self.cached_tokens = cached_tokens
         self._layout = layout
         # The hold changes later. Page tables are made from this only when asked for; a simulator never asks.
-        self._shared = tuple(hold.nodes)
-        self._own_blocks = tuple(hold.own_blocks)
+        self._width = block_pages(layout)
+        self._pages: list[int] = []
+        for run, stop in hold.path:
+            self._pages += run.pages[: stop * self._width]
+        self._pages += hold.own
         self._companions = tuple(hold.companions)
         self._own_windows = dict(hold.own_windows)
         self._own_states = dict(hold.own_states)
@@ -90,16 +107,14 @@ class Reservation:
     def blocks(self) -> tuple[tuple[Pages, ...], ...]:
         """`blocks[g][i]`: the pages of block i of group g (empty where nothing is stored, e.g. out of every window)."""
         layout = self._layout
-        full = [*map(_pages, self._shared), *self._own_blocks]
         blocks: list[list[Pages]] = [[] for _ in layout.groups]
-        parts = full_group_parts(layout)
-        for group, part in zip(layout.full_groups, parts, strict=True):
-            blocks[group] = [pages[part] for pages in full] if len(parts) > 1 else full
+        for group, part in zip(layout.full_groups, full_group_parts(layout), strict=True):
+            blocks[group] = rows_of(self._pages, self._width, part)
         for group in layout.window_groups:
             blocks[group] = [()] * -(-self.num_tokens // layout.block_size)
         for companion in self._companions:
             if companion.group in layout.window_groups:
-                blocks[companion.group][companion.node.index] = companion.pages
+                blocks[companion.group][companion.index] = companion.pages
         for (group, index), pages in self._own_windows.items():
             blocks[group][index] = pages
         return tuple(tuple(of_group) for of_group in blocks)
@@ -117,6 +132,16 @@ class Reservation:
 
 
 def full_group_parts(layout: ModelLayout) -> list[slice]:
-    """Where the pages of each full-attention group lie in `BlockNode.pages`."""
+    """Where the pages of each full-attention group lie among those of a block."""
     ends = list(accumulate(layout.pages_per_block(group) for group in layout.full_groups))
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def block_pages(layout: ModelLayout) -> int:
+    """Pages of a block, of all full-attention groups."""
+    return sum([layout.pages_per_block(group) for group in layout.full_groups])
+
+
+def rows_of(pages: list[int], width: int, part: slice) -> list[Pages]:
+    """A part of each block's pages, of pages that are block after block `width` ones."""
+    return list(zip(*[pages[place::width] for place in range(part.start, part.stop)], strict=True))

@@ -11,7 +11,7 @@ from hybrid_cache.cache.blocks import Pages
 from hybrid_cache.cache.lookup import PrefixHit, longest_common_hit
 from hybrid_cache.cache.prefix_cache import PrefixCache
 from hybrid_cache.cache.reservation import Purpose, Reservation
-from hybrid_cache.errors import OutOfPages
+from hybrid_cache.errors import OutOfPages, UnchainedHashes
 from hybrid_cache.layout.layout import ByteRange, ModelLayout
 from hybrid_cache.tiers.disk import BlockKey, DiskTier
 
@@ -102,7 +102,7 @@ class Tiers:
         purpose = Purpose.ATTENTION if attention_only else Purpose.PROMOTION
         try:
             reservation = self.cache.reserve(request_id, hashes, length, now=now, purpose=purpose)
-        except OutOfPages:
+        except (OutOfPages, UnchainedHashes):
             return None
         try:
             self._complete_windows(reservation, hashes)

@@ -6,7 +6,9 @@ from typing import Final
 
 from hybrid_cache.cache.prefix_cache import PrefixCache
 from hybrid_cache.cache.reservation import Purpose
+from hybrid_cache.errors import UnchainedHashes
 from hybrid_cache.layout.layout import ModelLayout
+from node.errors import NodeRefusal
 
 EVICT_BLOCKS: Final = 1024  # in one go: less than a millisecond, a few under "wa"
 
@@ -40,13 +42,18 @@ async def evict_in_steps(
     now: Callable[[], float],
     on_step: Callable[[], None],
 ) -> None:
-    """Evicts nothing that the reservation can use: `name` holds that meanwhile. What is missing in the end, `reserve` evicts."""
+    """Evicts nothing that the reservation can use: `name` holds that meanwhile. What is missing in the end, `reserve` evicts.
+    Raises NodeRefusal.
+    """
     layout = cache.layout
     step = EVICT_BLOCKS * _block_pages(layout)
     reusable = cache.reusable(hashes, num_tokens, purpose)
     if attention_pages(layout, num_tokens) - attention_pages(layout, reusable) - cache.free_pages <= step:
         return  # to hold a long prefix takes long, too
-    cached = cache.pin(name, hashes, num_tokens, purpose)
+    try:
+        cached = cache.pin(name, hashes, num_tokens, purpose)
+    except UnchainedHashes as exc:
+        raise NodeRefusal("bad_request", str(exc)) from exc
     try:
         missing = attention_pages(layout, num_tokens) - attention_pages(layout, cached)
         while missing - cache.free_pages > step and cache.shrink(step, now()):

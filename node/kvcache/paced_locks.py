@@ -8,6 +8,8 @@ from typing import Final
 
 from hybrid_cache.cache.prefix_cache import PrefixCache
 from hybrid_cache.cache.reservation import Purpose
+from hybrid_cache.errors import UnchainedHashes
+from node.errors import NodeRefusal
 
 LOCK_BLOCKS: Final = 8192  # in one go: a millisecond
 
@@ -25,7 +27,7 @@ class PacedLocks:
     @asynccontextmanager
     async def ahead(self, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose) -> AsyncIterator[str]:
         """Holds what a reservation could reuse: the name of the hold, for `PrefixCache.reserve` to take it over. Unless it
-        does, the hold ends with the block. Short prompts need none: "".
+        does, the hold ends with the block. Short prompts need none: "". Raises NodeRefusal.
         """
         if len(hashes) <= LOCK_BLOCKS:
             yield ""
@@ -35,6 +37,8 @@ class PacedLocks:
             for _ in self._cache.pin_steps(name, hashes, num_tokens, purpose, LOCK_BLOCKS):
                 await asyncio.sleep(0)
             yield name
+        except UnchainedHashes as exc:
+            raise NodeRefusal("bad_request", str(exc)) from exc
         finally:
             self._cache.release(name, self._now())
             self._changed()

@@ -11,7 +11,7 @@ from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared,
 from hybrid_cache.cache.lookup import PrefixHit
 from hybrid_cache.cache.prefix_cache import PrefixCache
 from hybrid_cache.cache.reservation import NO_HINTS, Hints, Purpose, Reservation
-from hybrid_cache.errors import DiskInUse, OutOfPages
+from hybrid_cache.errors import DiskInUse, OutOfPages, UnchainedHashes
 from hybrid_cache.eviction.choice import policy_named
 from hybrid_cache.layout.layout import ByteRange, ModelLayout
 from hybrid_cache.layout.transfers import GroupRanges, RangePlaces, TransferRanges
@@ -198,6 +198,8 @@ class ArenaPages:
                 self._rooms.reserved(request_id, tenant, available - self._available)
             except OutOfPages as exc:
                 raise NodeRefusal("no_capacity", str(exc)) from exc
+            except UnchainedHashes as exc:
+                raise NodeRefusal("bad_request", str(exc)) from exc
             finally:
                 self.publish()
             if purpose in (Purpose.PREFILL, Purpose.LANDING) and reservation.cached_tokens:
@@ -242,8 +244,8 @@ class ArenaPages:
                     try:
                         reservation = self._reserve(request_id, hashes, num_tokens, purpose, hints, tenant)
                         break
-                    except NodeRefusal:
-                        if left_s <= 0 or not self.cache.report().reservations:
+                    except NodeRefusal as exc:
+                        if exc.label == "bad_request" or left_s <= 0 or not self.cache.report().reservations:
                             raise
                 elif left_s <= 0:
                     raise NodeRefusal("no_capacity", "tenants that hold fewer pages came first")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from hybrid_cache.errors import DuplicateReservation, UnknownReservation
+from hybrid_cache.errors import DuplicateReservation, UnchainedHashes, UnknownReservation
 from hybrid_cache.pinning import Context, ContextCache, NotCached, OverBudget, TooManyContexts
 from node.errors import NodeRefusal
 from node.kvcache.pages import MAX_TOKENS, ArenaPages
@@ -47,6 +47,8 @@ class PinnedContexts:
                 owner=request.owner,
                 budget_tokens=request.budget_tokens or None,
             )
+        except UnchainedHashes as exc:
+            raise NodeRefusal("bad_request", str(exc)) from exc
         except NotCached as exc:
             raise NodeRefusal("not_cached", str(exc)) from exc
         except TooManyContexts as exc:

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from hybrid_cache.cache.blocks import BlockNode, Companion
+from hybrid_cache.cache.blocks import BlockRun, Companion
 from hybrid_cache.cache.integrity import IntegrityCheck
 from hybrid_cache.cache.pool import PagePool
 from hybrid_cache.cache.prefix_cache import PrefixCache
@@ -14,24 +14,25 @@ from tests.hybrid_cache.builders import FULL, STATE, make_layout, prefill, reser
 
 
 class Books:
-    """Three blocks in a row, the last with a state, and a request that holds the first of them and two pages of its own."""
+    """Three blocks in a row, the last with a state; another block after two of them. A request holds the first block and two
+    pages of its own.
+    """
 
     def __init__(self) -> None:
         self.pool = PagePool(8)
-        pages = self.pool.allocate(6)
-        a = BlockNode(b"a", None, (pages[0],), 0)
-        b = BlockNode(b"b", b"a", (pages[1],), 0, index=1, locks=0)
-        c = BlockNode(b"c", b"b", (pages[2],), 0, index=2, locks=0)
-        a.children = b.children = 1
-        self.a, self.b, self.c = a, b, c
-        self.nodes = {each.hash: each for each in (a, b, c)}
-        self.state = Companion(c, 1, (pages[3],), 0)
+        a, b, c, d, state, *own = self.pool.allocate(7)
+        self.run = BlockRun([b"a", b"b", b"c"], [a, b, c], None, 0, 0)
+        self.branch = BlockRun([b"d"], [d], self.run, 2, 0)
+        self.run.holds, self.run.forks = {1: 1}, {2: 1}
+        self.blocks = {b"a": self.run, b"b": self.run, b"c": self.run, b"d": self.branch}
+        self.runs = [self.run, self.branch]
+        self.state = Companion(self.run, 2, 1, (state,), 0)
         self.companions: list[dict[bytes, Companion]] = [{}, {b"c": self.state}]
-        self.hold = ReservedPages("r", [b"a"], 4, [a], own_blocks=[(pages[4],), (pages[5],)])
-        self.evictable = 3
+        self.hold = ReservedPages("r", [b"a"], 4, [(self.run, 1)], 1, own=own)
+        self.evictable = 4
 
     def check(self) -> None:
-        check = IntegrityCheck(1, self.nodes, self.companions, [self.hold], self.pool, self.evictable)
+        check = IntegrityCheck(1, self.blocks, self.runs, self.companions, [self.hold], self.pool, self.evictable)
         for _ in check.run():
             pass
 
@@ -42,43 +43,43 @@ def test_books_that_balance() -> None:
 
 def test_a_lost_page() -> None:
     books = Books()
-    books.hold.own_blocks.pop()
+    books.hold.own.pop()
     with pytest.raises(IntegrityError, match="lost"):
         books.check()
 
 
 def test_a_page_that_is_held_twice() -> None:
     books = Books()
-    books.hold.own_states[1, 4] = books.a.pages
+    books.hold.own_states[1, 4] = (books.run.pages[0],)
     with pytest.raises(IntegrityError, match="held twice"):
         books.check()
 
 
 def test_a_page_of_another_pool() -> None:
     books = Books()
-    books.hold.own_blocks.append((8,))
+    books.hold.own.append(8)
     with pytest.raises(IntegrityError, match="page 8 is not of this pool"):
         books.check()
 
 
 def test_a_lock_of_no_request() -> None:
     books = Books()
-    books.a.locks += 1
+    books.run.holds[1] += 1
     with pytest.raises(IntegrityError, match=r"index=0 .* is locked \+1 times more"):
         books.check()
 
 
 def test_a_block_that_is_used_without_a_lock() -> None:
     books = Books()
-    books.hold.nodes.append(books.b)
-    books.hold.hashes.append(b"b")
-    with pytest.raises(IntegrityError, match=r"index=1 .* is locked -1 times more"):
+    books.hold.path.append((books.branch, 1))
+    books.hold.hashes += [b"b", b"d"]
+    with pytest.raises(IntegrityError, match=r"index=2 .* is locked -1 times more"):
         books.check()
 
 
 def test_a_block_that_is_used_and_not_cached() -> None:
     books = Books()
-    books.hold.nodes[0] = BlockNode(b"a", None, books.a.pages, 0)
+    books.hold.path[0] = BlockRun([b"a"], books.run.pages[:1], None, 0, 0), 1
     with pytest.raises(IntegrityError, match=r"in use but not cached|times more than it is used"):
         books.check()
 
@@ -90,51 +91,78 @@ def test_a_path_that_is_not_the_requests() -> None:
         books.check()
 
 
+def test_a_lock_of_more_blocks_than_there_are() -> None:
+    books = Books()
+    books.branch.holds[2] = 1
+    with pytest.raises(IntegrityError, match="in use and not there"):
+        books.check()
+
+
 def test_pages_that_are_counted_wrong() -> None:
     books = Books()
-    books.evictable = 4
-    with pytest.raises(IntegrityError, match="3 pages are evictable, 4 were counted"):
+    books.evictable = 5
+    with pytest.raises(IntegrityError, match="4 pages are evictable, 5 were counted"):
         books.check()
 
 
-def test_a_block_without_its_parent() -> None:
+def test_a_run_without_the_one_it_goes_on_from() -> None:
     books = Books()
-    del books.nodes[b"b"]
-    books.hold.own_blocks.append(books.b.pages)
-    books.evictable = 2
-    with pytest.raises(IntegrityError, match=r"block 62 is not there and has orphans|counts \+1 children more"):
+    books.branch.parent = BlockRun([b"a", b"b"], [], None, 0, 0)
+    with pytest.raises(IntegrityError, match=r"is not there and has orphans|counts \+1 runs more"):
         books.check()
 
 
-def test_a_parent_that_counts_wrong() -> None:
+def test_a_run_that_counts_wrong() -> None:
     books = Books()
-    books.b.children = 2
-    with pytest.raises(IntegrityError, match=r"index=1 .* counts \+1 children more"):
+    books.run.forks[2] = 2
+    with pytest.raises(IntegrityError, match=r"index=0 .* counts \+1 runs more than go on after 2"):
         books.check()
 
 
 def test_a_block_under_another_hash() -> None:
     books = Books()
-    books.nodes[b"x"] = books.nodes.pop(b"c")
+    books.blocks[b"x"] = books.blocks.pop(b"c")
     with pytest.raises(IntegrityError, match="not under its hash"):
+        books.check()
+
+
+def test_a_block_of_no_run() -> None:
+    books = Books()
+    books.blocks[b"x"] = books.run
+    with pytest.raises(IntegrityError, match="5 blocks and states are in runs, 6 are listed"):
         books.check()
 
 
 def test_a_state_without_its_block() -> None:
     books = Books()
-    books.state.node = BlockNode(b"c", None, (), 0)
-    with pytest.raises(IntegrityError, match="not its node's"):
+    books.state.run = books.branch
+    with pytest.raises(IntegrityError, match="not its block's"):
         books.check()
 
 
-def test_no_step_looks_at_more_blocks_than_it_may() -> None:
-    cache = PrefixCache(make_layout(FULL, STATE), 20_000)
-    prefill(cache, list(range(4 * 5000)))
+class CountingTable(dict[bytes, BlockRun]):
+    """Blocks that count how often they are looked for."""
+
+    looked = 0
+
+    def get(self, key, default=None):
+        self.looked += 1
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 100, 5000])
+def test_no_step_looks_at_more_blocks_than_it_may(blocks: int) -> None:
+    pool, table = PagePool(5000), CountingTable()
+    runs = []
+    for first in range(0, 5000, blocks):
+        hashes = [number.to_bytes(4) for number in range(first, min(first + blocks, 5000))]
+        runs.append(BlockRun(hashes, pool.allocate(len(hashes)), None, 0, 0))
+        table.update(dict.fromkeys(hashes, runs[-1]))
     looked = [0]
-    for _ in cache.integrity_steps(256):
-        looked.append(sum(node.stamp for node in cache.held(0).values()))  # type: ignore[attr-defined]
-    assert looked[-1] == 5000
-    assert max(after - before for before, after in pairwise(looked)) == 256
+    for _ in IntegrityCheck(1, table, runs, [], [], pool, 5000, step=256).run():
+        looked.append(table.looked)
+    assert table.looked == 5000
+    assert max(after - before for before, after in pairwise(looked)) <= 2 * 256
 
 
 def test_a_check_judges_what_there_was() -> None:
@@ -154,7 +182,7 @@ def test_a_fault_is_found_whatever_happens_meanwhile() -> None:
     cache = PrefixCache(make_layout(FULL, STATE), 100)
     prefill(cache, list(range(40)))
     held = cache.held(0)
-    next(iter(held.values())).locks += 1  # type: ignore[attr-defined]
+    next(iter(held.values())).move_hold(0, 1)  # type: ignore[attr-defined]
     steps = cache.integrity_steps(1)
     next(steps)
     reserve(cache, "r", list(range(12)))
@@ -168,3 +196,16 @@ def test_a_check_that_is_given_up_leaves_room_for_another() -> None:
     next(steps)
     steps.close()
     cache.check_integrity()
+
+
+def test_short_runs_are_looked_at_in_steps_as_short_as_those_of_long_ones() -> None:
+    step = 64
+
+    def steps_of(prompts: list[list[int]]) -> int:
+        cache = PrefixCache(make_layout(FULL), 1200)
+        for tokens in prompts:
+            prefill(cache, tokens)
+        return sum(1 for _ in cache.integrity_steps(step))
+
+    one, many = steps_of([list(range(2048))]), steps_of([[0, 0, 0, index] for index in range(512)])
+    assert many >= 3 * one  # what a run has but once is looked at, too

@@ -8,7 +8,7 @@ from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared,
 from hybrid_cache.cache.lookup import PrefixHit
 from hybrid_cache.cache.prefix_cache import PrefixCache
 from hybrid_cache.cache.reservation import NO_HINTS, Hints, Purpose
-from hybrid_cache.errors import DuplicateReservation, OutOfPages, UnknownReservation
+from hybrid_cache.errors import DuplicateReservation, OutOfPages, UnchainedHashes, UnknownReservation
 from hybrid_cache.eviction.base import BEGIN_STEP
 from hybrid_cache.eviction.choice import POLICIES, policy_named
 from hybrid_cache.layout.spec import KVCacheSpec
@@ -185,6 +185,55 @@ def test_release_and_abort_are_idempotent():
         cache.abort("r", 0.0)
     cache.abort("never", 0.0)
     cache.check_integrity()
+
+
+OTHER = hashes_of(list(range(100, 132)))
+UNCHAINED = {
+    "ours, then the middle of another one": HASHES[:2] + OTHER[3:6],
+    "the middle of one": OTHER[3:6],
+    "another beginning": HASHES[:1] + OTHER[1:4],
+    "a block in the middle": [HASHES[0], OTHER[7], *HASHES[2:4]],
+    "one prompt after the other": HASHES[:4] + OTHER[:4],
+}
+
+
+@pytest.mark.parametrize("hashes", UNCHAINED.values(), ids=UNCHAINED)
+@pytest.mark.parametrize("pinned", [False, True])
+def test_blocks_of_several_prompts_are_refused_and_nothing_is_held(hashes, pinned):
+    cache = make_cache(FULL)
+    prefill(cache, PROMPT)
+    cache.reserve("other", OTHER, 32, now=0.0, purpose=Purpose.LANDING)
+    cache.commit("other", 32, 0.0)
+    cache.release("other", 0.0)
+    before, tokens = cache.report(), len(hashes) * BLOCK
+    if pinned := pinned and hashes[0] == HASHES[0]:
+        assert list(cache.pin_steps("pin", hashes[:1], BLOCK, Purpose.LANDING, 1)) == []
+    with pytest.raises(UnchainedHashes, match="not one after the other"):
+        cache.reserve("r", hashes, tokens, now=1.0, purpose=Purpose.LANDING, pinned="pin" if pinned else "")
+    cache.release("pin", 1.0)
+    with pytest.raises(UnchainedHashes):
+        cache.pin("r", hashes, tokens, Purpose.LANDING)
+    with pytest.raises(UnchainedHashes):
+        list(cache.pin_steps("steps", hashes, tokens, Purpose.LANDING, len(hashes)))
+    cache.release("steps", 1.0)
+    cache.check_integrity()
+    assert cache.report() == before
+    assert cache.shrink(cache.evictable_pages, 2.0) == before.pages_prefix
+
+
+def test_what_owns_no_pages_commits_none():
+    """A block without its pages would give those of another one to whatever finds it."""
+    cache = make_cache(FULL)
+    reserve(cache, "ending", PROMPT)
+    next(cache.release_steps("ending", 0.0, 1), None)
+    reserve(cache, "r", PROMPT)
+    steps = cache.release_steps("r", 0.0, 1)
+    cache.commit("r", 8, 0.0)
+    next(steps)
+    with pytest.raises(ValueError, match="'r' has no pages of its own for block 3"):
+        cache.commit("r", 16, 0.0)
+    cache.check_integrity()
+    assert cache.match(HASHES, 16).attention_tokens == 8
 
 
 def test_bad_calls():

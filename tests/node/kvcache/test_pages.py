@@ -359,3 +359,25 @@ def test_a_prompt_does_not_wait_for_another_one_that_is_being_committed(tmp_path
         assert "long" in pages.work
 
     run(scenario())
+
+
+def test_hashes_of_several_prompts_are_refused_as_a_bad_request(pages: ArenaPages) -> None:
+    """They would be given pages of blocks that they do not name."""
+    reserve(pages, "a", "", 20)
+    pages.commit("a", 20 * LAYOUT.block_size)
+    reserve(pages, "b", "", 20, first=100_000)
+    pages.commit("b", 20 * LAYOUT.block_size)
+    size = LAYOUT.block_size
+    ours = block_hashes([*range(20 * size)], size, b"")
+    others = block_hashes([*range(100_000, 100_000 + 20 * size)], size, b"")
+    mixed, before = ours[:5] + others[9:15], pages.report()
+    with pytest.raises(NodeRefusal, match=r"bad_request: .* not one after the other"):
+        pages.reserve("r", mixed, 11 * size, Purpose.LANDING)
+
+    async def waiting() -> None:
+        await pages.reserve_when_free("r", mixed, 11 * size, Purpose.LANDING, 1000.0)
+
+    with pytest.raises(NodeRefusal, match="bad_request"):  # at once: nothing that ends makes it another prompt
+        run(waiting())
+    assert pages.report() == before
+    pages.cache.check_integrity()
