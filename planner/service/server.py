@@ -154,9 +154,8 @@ async def _answering(
     await runner.setup()
     bound = port.start(config.host, config.port, "the plan service")
     stack.push_async_callback(port.close)
-    host = f"[{config.host}]" if ":" in config.host else config.host
     scheme = "http" if secure is None else "https"
-    return f"{scheme}://{format_address(host, bound)}"
+    return f"{scheme}://{format_address(config.host, bound)}"
 
 
 def _holder_of(transport: asyncio.BaseTransport) -> str:
