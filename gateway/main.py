@@ -196,8 +196,8 @@ async def serve(
     """Serves until SIGTERM or SIGINT, then until the running requests have ended; a second signal ends them too.
 
     SIGHUP has the configuration read again. A worker whose parent is gone leaves its ports to the next gateway, and so does
-    a gateway that is replaced. They end when their clients have left. If SIGTERM comes while it starts, it serves nobody: it
-    ends at once, and raises NotReplaced where it was to take another one's place.
+    a gateway that is replaced. They end when their clients have left. If SIGTERM comes while it starts, it ends at once.
+    It raises NotReplaced then where it was to take another one's place.
     """
     own = asyncio.current_task()
     assert own is not None
