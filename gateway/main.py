@@ -196,23 +196,25 @@ async def serve(
     """Serves until SIGTERM or SIGINT, then until the running requests have ended; a second signal ends them too.
 
     SIGHUP has the configuration read again. A worker whose parent is gone leaves its ports to the next gateway, and so does
-    a gateway that is replaced. They end when their clients have left. If SIGTERM comes while it starts in another one's
-    place, it raises NotReplaced.
+    a gateway that is replaced. They end when their clients have left. If SIGTERM comes while it starts, it ends at once.
+    It raises NotReplaced then where it was to take another one's place.
     """
     own = asyncio.current_task()
     assert own is not None
     is_replacing = seat is not None and seat.ready_s is not None
-    signals = StopSignals(own.cancel if is_replacing else lambda: None)
+    signals = StopSignals(own.cancel)
     raise_descriptor_limit()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.heard)
     try:
         await _serve(config, tokenizer, announce, read_again, signals, seat, generation)
     except asyncio.CancelledError:
-        if not (is_replacing and signals.stop.is_set()):
+        if not signals.stop.is_set():
             raise
         own.uncancel()
-        raise NotReplaced("the new one was told to end") from None
+        if is_replacing:
+            raise NotReplaced("the new one was told to end") from None
+        log.info("told to end while it started")
     finally:
         if generation is not None:
             generation.stop()

@@ -274,7 +274,11 @@ def check_model(config: NodeConfig) -> None:
 
 def _reads_tokenizer(config: NodeConfig) -> bool:
     """Whether our own engine takes the tokenizer out of the model's directory."""
-    return config.engine == "embedded" or (config.engine == "emulated" and Path(config.model).is_dir())
+    if config.engine != "emulated":
+        return config.engine == "embedded"
+    return (
+        Path(config.model) / "config.json"
+    ).is_file()  # else it is an architecture's name, even if a folder has it, too
 
 
 def check_ssd_key(config: NodeConfig) -> None:

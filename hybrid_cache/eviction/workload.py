@@ -108,7 +108,12 @@ class ReuseStatistics:
                 self.counts[category].add(counts, -1)
 
     def _remember(self, now: float, fresh: dict[str, _Counts]) -> None:
-        """Keeps counts until they leave the window; those of a WINDOW_PARTS-th of it leave together."""
+        """Keeps counts until they leave the window; those of a WINDOW_PARTS-th of it leave together.
+
+        Where the clock was set back, what lies ahead counts from now on, so that it leaves some day.
+        """
+        if self._window and now < self._window[-1][0]:
+            self._window = deque((min(at, now), counts) for at, counts in self._window)
         if not self._window or now - self._window[-1][0] > self.window_s / WINDOW_PARTS:
             self._window.append((now, fresh))
             return

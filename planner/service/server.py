@@ -29,7 +29,7 @@ from planner.service.gateways import Gateways
 from planner.service.keeper import Keeper
 from planner.service.store import Lock, Store
 from planner.solve.control.ledger import Ledger
-from transport.path.descriptors import raise_descriptor_limit
+from transport.path.descriptors import descriptor_limit, raise_descriptor_limit
 from transport.path.guarded_port import GuardedPort
 from transport.path.handshakes import HandshakePlaces
 from transport.path.holders import HolderPlaces
@@ -142,8 +142,14 @@ async def _answering(
         assert runner.server is not None
         return runner.server()
 
-    holder_of = None if secure is None else _holder_of
-    port = GuardedPort(protocol, secure, holder_of=holder_of, places=HandshakePlaces(), holders=holders)
+    descriptors = descriptor_limit()
+    port = GuardedPort(
+        protocol,
+        secure,
+        holder_of=None if secure is None else _holder_of,
+        places=HandshakePlaces.within(descriptors),
+        holders=holders if holders is not None else HolderPlaces.within(descriptors),
+    )
     runner = web.AppRunner(
         PlanEndpoints(desk, config.token(), peers, config.gateway_model, port).app(),
         access_log=None,
@@ -154,9 +160,8 @@ async def _answering(
     await runner.setup()
     bound = port.start(config.host, config.port, "the plan service")
     stack.push_async_callback(port.close)
-    host = f"[{config.host}]" if ":" in config.host else config.host
     scheme = "http" if secure is None else "https"
-    return f"{scheme}://{format_address(host, bound)}"
+    return f"{scheme}://{format_address(config.host, bound)}"
 
 
 def _holder_of(transport: asyncio.BaseTransport) -> str:

@@ -17,6 +17,8 @@ import aiohttp
 import grpc.aio
 import tomli_w
 
+from gateway.errors import CannotListen
+from gateway.workers.ports import bound
 from node.config import IDENTITY_KEYS, NodeConfig
 from node.kvcache.arena import SHM_DIR
 from node.process.owned_names import sweep_directories, sweep_files
@@ -28,7 +30,6 @@ from prfaas.system.topology import Topology
 from prfaas.system.upkeep import first_start, keep_up
 from transport.control.asking import trusting
 from transport.control.credentials import channel_credentials, channel_options
-from transport.path.tcp import format_address, listen
 from transport.peers.name import PeerRole
 from transport.wire.identity import Identity
 
@@ -78,12 +79,10 @@ class RunLock:
 def require_free_port(host: str, port: int) -> None:
     """Says now what the gateway would find out only after all engines have started. Raises TopologyError."""
     try:
-        listen(host, port).close()
-    except OSError as exc:
-        reason = os.strerror(exc.errno) if exc.errno else str(exc)
-        raise TopologyError(
-            f"[gateway]: port = {port}: cannot listen on {format_address(host, port)}: {reason}; choose another port"
-        ) from exc
+        for each in bound(host, port, is_shared=False):
+            each.close()
+    except CannotListen as exc:
+        raise TopologyError(f"[gateway]: port = {port}: {exc}") from exc
 
 
 class System:

@@ -128,6 +128,37 @@ def test_sighup_does_not_end_a_gateway_that_is_starting(tmp_path: Path) -> None:
 
 
 @on_loop
+async def test_sigterm_ends_workers_that_are_starting_before_they_serve(tmp_path: Path) -> None:
+    async with topology(decode=1) as nodes:
+        path = write_config(tmp_path, nodes, 'workers = 2\nlog_level = "info"\n')
+        # No node answers, so a worker waits for one before it listens.
+        text = path.read_text()
+        for number, node in enumerate(nodes.nodes, start=1):
+            text = text.replace(f'"{node.agent_address}"', f'"127.0.0.1:{number}"')
+        path.write_text(text)
+        running = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "gateway", "-c", str(path), stderr=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(PATIENCE_S):
+            while not any(map(_catches_sigterm, _children(running.pid))):  # noqa: ASYNC110 in other processes
+                await asyncio.sleep(0.001)
+        running.send_signal(signal.SIGTERM)
+        _, error = await running.communicate()
+    assert running.returncode == 0
+    assert b"stopping" not in error or b"serves, pid=" in error  # or we came too late
+    assert b"Traceback" not in error
+
+
+def _children(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def _catches_sigterm(pid: int) -> bool:
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(fields["SigCgt"], 16) & 1 << signal.SIGTERM - 1)
+
+
+@on_loop
 async def test_a_port_that_is_taken_is_one_line_and_exit_code_two(tmp_path: Path) -> None:
     async with topology(decode=1) as nodes:
         path = write_config(tmp_path, nodes)

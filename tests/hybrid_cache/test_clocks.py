@@ -139,6 +139,15 @@ def test_a_clock_that_was_set_back_by_years_does_not_end_what_is_learned():
     assert policy.pop_victim(202.0) == b"x"  # nothing is known of it, and chats come again
 
 
+def test_what_was_counted_before_a_clock_was_set_back_leaves_the_window():
+    statistics = ReuseStatistics(600.0)
+    statistics.record(Use(YEAR_S, [b"x"], "before"), "before")
+    for now in (0.0, 500.0, 1000.0):
+        statistics.record(Use(now, [b"y"], "after"), "after")
+    assert statistics.counts["before"].accesses == 0
+    assert statistics.counts["after"].accesses == 2
+
+
 @given(clock=times(min_size=2))
 def test_copies_of_a_prefix_follow_a_demand_that_fades(clock):
     layout = make_layout(FULL)

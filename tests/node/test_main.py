@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -251,6 +251,13 @@ def test_hardware_that_no_profile_knows_is_said_at_once(tmp_path: Path) -> None:
     missing = NodeConfig(**values, model=str(tmp_path / "h300x8.json"))
     with pytest.raises(NodeConfigError, match="h300x8"):
         check_model(missing)
+
+
+def test_an_architecture_may_have_the_name_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "kimi_linear").mkdir()
+    values = {"node_id": "n", "cluster": "west", "cluster_kind": "pd", "role": "decode", "engine": "emulated"}
+    with chdir(tmp_path):  # where its command is typed
+        check_model(NodeConfig(**values, model="kimi_linear"))
 
 
 def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

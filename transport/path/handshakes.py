@@ -11,7 +11,7 @@ A gateway that connects for many requests at once finds places for all of them; 
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Self, TypeVar
 
 Caller = TypeVar("Caller")
 
@@ -56,6 +56,12 @@ class HandshakePlaces(Generic[Caller]):
         self._standings: dict[Caller, _Standing] = {}  # the oldest first
         self._strangers: Counter[str] = Counter()  # by network
         self._known: Counter[str] = Counter()
+
+    @classmethod
+    def within(cls, descriptors: int) -> Self:
+        """For a process with so many descriptors: a quarter of them at most."""
+        in_all = min(IN_ALL, descriptors // 4)
+        return cls(in_all, min(OF_NETWORK, in_all // 4))
 
     def __len__(self) -> int:
         return len(self._standings)

@@ -9,7 +9,7 @@ So an operator with a connection or two is never shut out by gateways that open 
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Self, TypeVar
 
 Caller = TypeVar("Caller")
 
@@ -26,6 +26,12 @@ class HolderPlaces(Generic[Caller]):
         self._holders: dict[Caller, str] = {}
         self._callers: dict[str, dict[Caller, None]] = {}  # by holder, the oldest first
         self._counts: Counter[str] = Counter()
+
+    @classmethod
+    def within(cls, descriptors: int) -> Self:
+        """For a process with so many descriptors: half of them at most."""
+        in_all = min(IN_ALL, descriptors // 2)
+        return cls(in_all, min(OF_HOLDER, in_all // 4))
 
     def __len__(self) -> int:
         return len(self._holders)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -58,6 +59,14 @@ async def proposed(found: PlanService, gateway: FakeGateway) -> None:
 async def command(*argv: str) -> int:
     """The exit code of `prfaas-plan`, run beside the service."""
     return await asyncio.to_thread(main, argv)
+
+
+@on_loop
+async def test_it_says_where_it_answers_over_ipv6(tmp_path: Path) -> None:
+    async with fake_gateway() as gateway, service(tmp_path, gateway, host="::1") as found:
+        assert re.fullmatch(r"http://\[::1\]:\d+", found.url)
+        async with aiohttp.ClientSession(found.url) as http, http.get("/health") as answer:
+            assert answer.status == 200
 
 
 @on_loop

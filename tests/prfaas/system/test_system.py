@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +16,22 @@ import pytest
 from engine.byte_tokenizer import save_byte_tokenizer
 from engine.emulated.emulated import emulated_tokens
 from prfaas.demo.client import complete
-from prfaas.errors import StartError
+from prfaas.errors import StartError, TopologyError
 from prfaas.system.models import ensure_model
 from prfaas.system.process import Process
-from prfaas.system.system import RunLock, System
+from prfaas.system.system import RunLock, System, require_free_port
 from prfaas.system.topology import parse_topology
 
 pytestmark = [pytest.mark.long, pytest.mark.turns]
+
+
+def test_a_port_is_free_for_a_gateway_where_it_would_listen() -> None:
+    """At "::" that is IPv6 alone: another program may have the same port of IPv4."""
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        require_free_port("::", port)
+        with pytest.raises(TopologyError, match=rf"port = {port}: cannot listen on 127.0.0.1:{port}: Address already"):
+            require_free_port("127.0.0.1", port)
 
 
 def test_a_node_that_does_not_start_is_named_and_the_others_are_ended(tmp_path: Path) -> None:

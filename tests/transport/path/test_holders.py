@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.path.holders import HolderPlaces
+from transport.path.holders import IN_ALL, OF_HOLDER, HolderPlaces
 
 
 def test_its_own_oldest_connection_makes_room_for_a_holder() -> None:
@@ -21,6 +21,15 @@ def test_the_holder_with_the_most_makes_room_where_all_places_are_taken() -> Non
     places.leave_if(lambda caller: caller == 3)
     places.leave(3)
     assert len(places) == 2
+
+
+def test_a_process_with_few_descriptors_keeps_half_of_them_for_other_things() -> None:
+    for descriptors, in_all, of_holder in ((64, 32, 8), (1 << 20, IN_ALL, OF_HOLDER)):
+        places = HolderPlaces[int].within(descriptors)
+        lost = [places.enter(each, f"gateway {each % 4}") for each in range(in_all + 4)]
+        assert (lost.index(0), len(places)) == (in_all, in_all)
+        assert [places.enter(-each, "one") for each in range(1, of_holder + 1)].count(None) == 0
+        assert len(places) == in_all
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans()), max_size=60), st.integers(1, 8), st.integers(1, 4))
