@@ -9,7 +9,7 @@ import pytest
 
 from node.errors import NodeRefusal
 from prfaas_cluster.egress_shares import MAX_LINES, EgressShares
-from tests.pd_cluster.handover import landed, run, two_nodes
+from tests.pd_cluster.handover import landed, run, two_nodes, until
 from transport.control.proto import node_pb2 as pb
 from transport.send.client import TransferClient
 
@@ -69,7 +69,7 @@ def test_what_leaves_keeps_to_a_share(tmp_path: Path) -> None:
             prefill.shares.take(share(1, 4 * OWN, cluster="c", until_clock_s=prefill.shares.now() + 25.0))
             ticket = await landed(prefill, decode)
             await decode.incoming.commit(ticket.transfer_id, 1.0)
-            (link,) = prefill.egress.states()
-            assert (link.own_budget_bytes_per_s, link.budget_bytes_per_s) == (OWN, 4 * OWN)
+            await until(lambda: prefill.egress.states()[0].budget_bytes_per_s == 4 * OWN)  # once it is sampled
+            assert prefill.egress.states()[0].own_budget_bytes_per_s == OWN
 
     run(scenario())

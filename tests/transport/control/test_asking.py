@@ -11,7 +11,7 @@ from urllib.error import HTTPError
 
 import pytest
 
-from planner.errors import InputError
+from planner.errors import ServiceUnusable
 from planner.service.client import PlanClient
 from prfaas.commands.asking import KEY_VARIABLE, GatewayClient
 from prfaas.errors import AskError
@@ -70,7 +70,7 @@ def test_a_plan_services_token_follows_no_redirect(redirecting: Served, tmp_path
     token.write_text("plan-secret")
     client = PlanClient(url, token)
     for ask in (client.status, lambda: client.change("apply")):
-        with pytest.raises(InputError, match=r"30. it redirects to http://localhost:\d+/elsewhere"):
+        with pytest.raises(ServiceUnusable, match=r"30. it redirects to http://localhost:\d+/elsewhere"):
             ask()
     assert not shown
 
@@ -80,12 +80,12 @@ NESTED = b'{"unknown":' + b"[" * 200_000
 
 def test_an_answer_that_is_nested_too_deeply_is_no_plan_services(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("planner.service.client.answer_to", lambda *_: NESTED)
-    with pytest.raises(InputError, match="not a plan service of this version"):
+    with pytest.raises(ServiceUnusable, match="not a plan service of this version"):
         PlanClient("http://plan").status()
 
     def refused(*_: object) -> bytes:
         raise HTTPError("http://plan", 400, "Bad Request", Message(), io.BytesIO(NESTED))
 
     monkeypatch.setattr("planner.service.client.answer_to", refused)
-    with pytest.raises(InputError, match="does not answer like a plan service: 400"):
+    with pytest.raises(ServiceUnusable, match="does not answer like a plan service: 400"):
         PlanClient("http://plan").status()
