@@ -139,12 +139,13 @@ class IntegrityCheck:
             kept = self._kept_runs.pop()
             self._kept_blocks -= len(kept.hashes) + BLOCKS_OF_RUN
             for start in range(0, len(kept.hashes), self._step):
-                looked += min(self._step, len(kept.hashes) - start)
-                pages += self._pages_of_blocks(kept, start)
-                if looked >= self._step:
+                more = min(self._step, len(kept.hashes) - start)
+                if looked + more > self._step:
                     self._count_pages(pages)
                     looked, pages = 0, []
                     yield
+                looked += more
+                pages += self._pages_of_blocks(kept, start)
             self._look_at_run(kept)
             looked += BLOCKS_OF_RUN
         while self._kept_companions:
