@@ -276,9 +276,8 @@ def _reads_tokenizer(config: NodeConfig) -> bool:
     """Whether our own engine takes the tokenizer out of the model's directory."""
     if config.engine != "emulated":
         return config.engine == "embedded"
-    return (
-        Path(config.model) / "config.json"
-    ).is_file()  # else it is an architecture's name, even if a folder has it, too
+    # Without config.json it is an architecture's name, even where a folder has the same one.
+    return (Path(config.model) / "config.json").is_file()
 
 
 def check_ssd_key(config: NodeConfig) -> None:

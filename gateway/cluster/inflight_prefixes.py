@@ -70,7 +70,7 @@ class InflightPrefixes:
             self._untold.append((now + UNTOLD_S, computing))
 
     def settle(self, now: float) -> None:
-        """Ends the promises of prompts that were computed UNTOLD_S ago: by now their nodes have reported the blocks."""
+        """Ends promises of prompts that were computed UNTOLD_S ago. Their nodes have reported the blocks by now."""
         while self._untold and self._untold[0][0] <= now:
             self._forget(self._untold.popleft()[1])
 
